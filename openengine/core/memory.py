@@ -1,0 +1,50 @@
+"""What memory the machine has left, and giving freed memory back to it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+import torch
+
+__all__ = ["available_bytes", "trim_allocator"]
+
+
+def available_bytes(device: torch.device) -> int:
+    """Bytes that can be allocated on `device` now: free memory, within the control group's limit if there is one."""
+    if device.type == "cuda":
+        free, _total = torch.cuda.mem_get_info(device)
+        return free
+    limits = [value for value in (_meminfo_available(), _cgroup_available()) if value is not None]
+    if limits:
+        return min(limits)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _meminfo_available() -> int | None:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass  # not Linux: the caller falls back to the physical size
+    return None
+
+
+def _cgroup_available() -> int | None:
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        if limit == "max":
+            return None
+        return max(0, int(limit) - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+    except (OSError, ValueError):
+        return None  # no control group v2
+
+
+def trim_allocator() -> None:
+    """Return freed heap pages to the system where the C library can (glibc keeps them otherwise)."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (AttributeError, OSError, TypeError):
+        pass  # not glibc: nothing to trim

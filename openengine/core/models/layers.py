@@ -1,0 +1,269 @@
+"""The blocks decoders are made of, and `CausalLM`, which runs them over one flat batch.
+
+    tokens T ─ embed ─ layer … layer ─ last layer's attention ─┐ rows whose logits are wanted, R
+                                                               └ its MLP ─ norm ─ hidden [R, D] ─ head ─ logits [R, V]
+
+A layer hands on the residual stream and the branch not yet added to it, so that the addition can be part of the next
+norm. Families subclass `CausalLM` and say what a layer consists of; weights are tensors filled by the loader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch import Tensor
+
+from openengine.core.models.config import ModelConfig
+from openengine.ops.activation import ACTIVATIONS, gated
+from openengine.ops.batch import ForwardBatch
+from openengine.ops.embedding import Embedding
+from openengine.ops.linear import Linear
+from openengine.ops.norm import HeadNorm, LayerNorm, RmsNorm
+from openengine.ops.rope import Rope, apply_rope_
+
+if TYPE_CHECKING:
+    from openengine.ops.attention import AttentionBackend
+
+__all__ = ["Attention", "CausalLM", "DecoderLayer", "GatedMlp", "Mlp"]
+
+Norm = RmsNorm | LayerNorm
+Angles = tuple[Tensor, Tensor]
+
+
+@dataclass(slots=True)
+class Attention:
+    """Fused projection, optional head norm, optional rotation, attention, output projection."""
+
+    layer: int
+    config: ModelConfig
+    backend: AttentionBackend
+    qkv: Linear
+    out: Linear
+    norm: HeadNorm | None = None
+
+    def __call__(self, x: Tensor, batch: ForwardBatch, angles: Sequence[Angles]) -> Tensor:
+        """x [T, D] -> [T, D]. `angles` holds those of each rotary embedding of the model, maybe none."""
+        config = self.config
+        num_rotated = config.num_heads + config.num_kv_heads
+        heads = self.qkv(x).view(x.shape[0], -1, config.head_dim)
+        qk, v = heads[:, :num_rotated], heads[:, num_rotated:]
+        if self.norm is not None:
+            qk = self.norm(qk)
+        if angles:
+            apply_rope_(qk, *angles[config.layer_ropes[self.layer]])
+        attended = self.backend.forward(
+            self.layer,
+            qk[:, : config.num_heads],
+            qk[:, config.num_heads :],
+            v,
+            batch,
+            scale=config.attention_scale,
+            window=config.windows[self.layer],
+            softcap=config.attention_softcap,
+        )
+        return self.out(attended)
+
+
+class GatedMlp:
+    """`down(activation(gate(x)) * up(x))`."""
+
+    __slots__ = ("activation", "down", "gate_up")
+
+    def __init__(self, gate_up: Linear, down: Linear, activation: str) -> None:
+        self.gate_up = gate_up
+        self.down = down
+        self.activation = ACTIVATIONS[activation]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(gated(self.activation, self.gate_up(x)))
+
+
+class Mlp:
+    """`down(activation(up(x)))`."""
+
+    __slots__ = ("activation", "down", "up")
+
+    def __init__(self, up: Linear, down: Linear, activation: str) -> None:
+        self.up = up
+        self.down = down
+        self.activation = ACTIVATIONS[activation]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(self.activation(self.up(x)))
+
+
+@dataclass(slots=True)
+class DecoderLayer:
+    """Norm, attention, norm, MLP, each branch added to the residual; `*_out_norm` apply to a branch before that."""
+
+    attention_norm: Norm
+    attention: Attention
+    mlp_norm: Norm
+    mlp: GatedMlp | Mlp
+    attention_out_norm: Norm | None = None
+    mlp_out_norm: Norm | None = None
+
+    def __call__(
+        self,
+        residual: Tensor,
+        branch: Tensor | None,
+        batch: ForwardBatch,
+        angles: Sequence[Angles],
+        rows: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """residual [T, D] is changed in place; `branch` is still to be added to it, as is the one returned.
+
+        With `rows` i64[R] only those continue after attention, and both results are [R, D].
+        """
+        branch = self.attention(self.attention_norm.add(residual, branch), batch, angles)
+        if rows is not None:
+            residual, branch = residual[rows], branch[rows]
+        if self.attention_out_norm is not None:
+            branch = self.attention_out_norm(branch)
+        branch = self.mlp(self.mlp_norm.add(residual, branch))
+        if self.mlp_out_norm is not None:
+            branch = self.mlp_out_norm(branch)
+        return residual, branch
+
+
+_Module = TypeVar("_Module", Linear, Embedding, RmsNorm, LayerNorm, HeadNorm)
+
+
+class CausalLM:
+    """A decoder with a head over the vocabulary.
+
+    Weights are allocated here, uninitialized, and filled through `tensors`; then `finish` is called once. Names are
+    those of Hugging Face checkpoints without the leading `model.` or `transformer.`.
+
+    `max_length` is the greatest sequence length in tokens that will be run; see `ops.rope` for what depends on it.
+    With `tied`, the head shares the token embedding's tensor.
+    """
+
+    IGNORED: tuple[str, ...] = (r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)",)  # stored but derived
+    EMBED, NORM, HEAD = "embed_tokens", "norm", "lm_head"
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        backend: AttentionBackend,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_length: int,
+        tied: bool,
+    ) -> None:
+        self.config = config
+        self.windows = config.windows
+        self.dtype = dtype
+        self.device = device
+        self._backend = backend
+        self._modules: list[Linear | Embedding | RmsNorm | LayerNorm | HeadNorm] = []
+        self._ropes = [Rope(rope, max_length, device=device) for rope in config.ropes]
+        # Checkpoints multiply in the model's dtype, so the factor is rounded to it first.
+        self._embed_scale = config.embed_scale and torch.tensor(config.embed_scale, dtype=dtype).item()
+        self.embed = self._embedding(self.EMBED, config.vocab_size)
+        self.layers = [self._layer(index) for index in range(config.num_layers)]
+        self.norm = self._norm(self.NORM)
+        self.head = self._head(tied)
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Run the tokens; the final norm's output at `batch.logits_rows`, [R, D]."""
+        residual, branch = self._embed(batch), None
+        angles = [rope.angles(batch.positions) for rope in self._ropes]
+        rows = None if batch.logits_rows.shape[0] == batch.num_tokens else batch.logits_rows
+        for layer in self.layers[:-1]:
+            residual, branch = layer(residual, branch, batch, angles, None)
+        residual, branch = self.layers[-1](residual, branch, batch, angles, rows)
+        return self.norm.add(residual, branch)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, D] -> float32 [R, V], soft-capped where the model says so."""
+        logits = self.head(hidden).float()
+        if self.config.final_softcap is not None:
+            logits.div_(self.config.final_softcap).tanh_().mul_(self.config.final_softcap)
+        return logits
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every stored tensor as `(name, view)`; a view has the stored shape, and writing it sets the weight."""
+        for module in self._modules:
+            yield from module.tensors()
+
+    def linears(self) -> Iterator[Linear]:
+        """Every matrix product, the head last."""
+        yield from (module for module in self._modules if isinstance(module, Linear) and module is not self.head)
+        yield self.head
+
+    def finish(self) -> None:
+        """Derive what depends on the stored values; call once, after all are in."""
+        for module in self._modules:
+            module.finish()
+
+    def _layer(self, index: int) -> DecoderLayer:
+        raise NotImplementedError
+
+    def _norm(self, name: str) -> Norm:
+        raise NotImplementedError
+
+    def _embed(self, batch: ForwardBatch) -> Tensor:
+        embedded = self.embed(batch.input_ids)
+        return embedded if self._embed_scale is None else embedded.mul_(self._embed_scale)
+
+    def _head(self, tied: bool) -> Linear:
+        if tied:
+            return Linear(self.embed.weight, parts={})
+        return self._linear(self.config.hidden_size, {self.HEAD: self.config.vocab_size})
+
+    def _attention(self, index: int, prefix: str, *, norm: HeadNorm | None = None) -> Attention:
+        config = self.config
+        q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        parts = {f"{prefix}.q_proj": q_rows, f"{prefix}.k_proj": kv_rows, f"{prefix}.v_proj": kv_rows}
+        return Attention(
+            index,
+            config,
+            self._backend,
+            qkv=self._linear(config.hidden_size, parts, bias=config.qkv_bias),
+            out=self._linear(q_rows, {f"{prefix}.o_proj": config.hidden_size}, bias=config.attention_output_bias),
+            norm=norm,
+        )
+
+    def _gated_mlp(self, prefix: str) -> GatedMlp:
+        config = self.config
+        width = config.intermediate_size
+        return GatedMlp(
+            self._linear(
+                config.hidden_size, {f"{prefix}.gate_proj": width, f"{prefix}.up_proj": width}, bias=config.mlp_bias
+            ),
+            self._linear(width, {f"{prefix}.down_proj": config.hidden_size}, bias=config.mlp_bias),
+            config.activation,
+        )
+
+    def _head_norm(self, prefix: str, *, offset: float = 0.0) -> HeadNorm:
+        config = self.config
+        parts = {f"{prefix}.q_norm": config.num_heads, f"{prefix}.k_norm": config.num_kv_heads}
+        return self._add(HeadNorm(parts, config.head_dim, config.norm_eps, offset=offset, device=self.device))
+
+    def _rms_norm(self, name: str, *, offset: float = 0.0) -> RmsNorm:
+        config = self.config
+        return self._add(RmsNorm(name, config.hidden_size, config.norm_eps, offset=offset, device=self.device))
+
+    def _layer_norm(self, name: str) -> LayerNorm:
+        return self._add(LayerNorm(name, self.config.hidden_size, self.config.norm_eps, device=self.device))
+
+    def _embedding(self, name: str, rows: int) -> Embedding:
+        return self._add(Embedding(name, rows, self.config.hidden_size, dtype=self.dtype, device=self.device))
+
+    def _linear(
+        self, in_features: int, parts: Mapping[str, int], *, bias: bool = False, transposed: bool = False
+    ) -> Linear:
+        return self._add(
+            Linear.empty(
+                in_features, parts, bias=bias, transposed=transposed, dtype=self.dtype, device=self.device
+            )
+        )
+
+    def _add(self, module: _Module) -> _Module:
+        self._modules.append(module)
+        return module

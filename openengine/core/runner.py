@@ -1,0 +1,190 @@
+"""`ModelRunner`: executes a step plan: slots → batch → model → logits → sampler.
+
+Owns the model, the KV cache, the slot table and the sampler's state. Decides nothing: what to compute
+comes in the plan, what to do with the tokens is the scheduler's and the output's business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from openengine.core.config import EngineConfig
+from openengine.core.memory import available_bytes
+from openengine.core.models.layers import CausalLM
+from openengine.core.sampler import Sampler, SampledBatch, SlotParams
+from openengine.core.scheduler import ScheduledSeq, StepPlan
+from openengine.core.sequence import Sequence
+from openengine.core.slots import SlotTable
+from openengine.errors import InvalidArgument
+from openengine.ops.attention import AttentionBackend
+from openengine.ops.kv_cache import KvCache, KvSpec
+from openengine.ops.sampling import score_tokens
+
+__all__ = ["KvPoolSize", "ModelRunner", "StepResult", "size_kv_pool"]
+
+_SCORE_CHUNK = 512  # rows of full-vocabulary logits held at once for prompt logprobs
+_CPU_POOL_BYTES = 4 << 30  # a machine that runs other things too keeps the rest
+
+
+@dataclass(frozen=True, slots=True)
+class KvPoolSize:
+    """The KV pool: `num_blocks` blocks of `block_size` tokens; a sequence holds at most `max_model_len` tokens."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step produced, on the host: `sampled` has one row per sampled output, in the order of the plan."""
+
+    sampled: SampledBatch | None
+
+
+def size_kv_pool(config: EngineConfig, spec: KvSpec, context_length: int, default_block_size: int) -> KvPoolSize:
+    """Choose block size, number of blocks and context from the configuration, the model and free memory.
+
+    Raises InvalidArgument when the context asked for exceeds the model's, or when not one block fits.
+    """
+    block_size = config.block_size or default_block_size
+    if config.max_model_len is not None and config.max_model_len > context_length:
+        raise InvalidArgument(
+            f"max_model_len {config.max_model_len} exceeds the model's context of {context_length} tokens; lower it"
+        )
+    max_len = config.max_model_len or context_length
+    num_blocks = config.num_kv_blocks
+    if num_blocks is None:
+        on_cpu = spec.device.type == "cpu"
+        fraction = config.kv_memory_fraction or (0.25 if on_cpu else 0.85)
+        budget = int(available_bytes(spec.device) * fraction)
+        if on_cpu and config.kv_memory_fraction is None:
+            budget = min(budget, _CPU_POOL_BYTES)
+        wanted = config.max_num_seqs * -(-max_len // block_size)
+        num_blocks = min(budget // KvCache.bytes_per_block(spec, block_size), wanted)
+        if num_blocks < 1:
+            raise InvalidArgument(
+                f"no KV block of {KvCache.bytes_per_block(spec, block_size)} bytes fits into {budget} bytes; free memory, "
+                "raise kv_memory_fraction, or set num_kv_blocks and a smaller block_size"
+            )
+    if config.max_model_len is None:
+        max_len = min(max_len, num_blocks * block_size)
+    return KvPoolSize(num_blocks, block_size, max_len)
+
+
+class ModelRunner:
+    """Runs one model on one device. Called by the loop thread only, inside `torch.inference_mode`."""
+
+    def __init__(self, model: CausalLM, backend: AttentionBackend, spec: KvSpec, pool: KvPoolSize, *, max_num_seqs: int) -> None:
+        self._model = model
+        self._backend = backend
+        self._device = spec.device
+        self._windows = tuple(dict.fromkeys(model.windows))
+        self.kv = backend.allocate(spec, pool.num_blocks, pool.block_size)
+        self._slots = SlotTable(
+            max_num_seqs=max_num_seqs,
+            max_len=min(pool.max_model_len, pool.num_tokens),
+            block_size=pool.block_size,
+        )
+        self._sampler = Sampler(max_slots=max_num_seqs, vocab_size=model.config.vocab_size, device=spec.device)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Compute `plan`: write KV, sample, and collect prompt scores into their groups."""
+        self._update_slots(plan)
+        if not plan.scheduled:
+            return StepResult(None)
+        logits_rows, sample_rows, scored = _choose_rows(plan)
+        batch = self._slots.build(plan, logits_rows, self.kv, self._device)
+        self._backend.prepare(batch, windows=self._windows)
+        hidden = self._model.forward(batch)  # [R, D]
+        for item, first in scored:
+            self._score_prompt(item, hidden, first)
+        if not len(sample_rows):
+            return StepResult(None)
+        if scored:
+            hidden = hidden[torch.from_numpy(sample_rows).to(self._device)]
+        samplers = [(row, seq.slot) for row, item in enumerate(i for i in plan.scheduled if i.samples) for seq in item.samples]
+        rows, slots = np.array(samplers, dtype=np.int64).T
+        return StepResult(self._sampler.sample(self._model.logits(hidden), rows, slots))
+
+    def _update_slots(self, plan: StepPlan) -> None:
+        for slot in plan.released:
+            self._sampler.clear_slot(slot)
+        for seq in plan.admitted:
+            self._slots.admit(seq)
+            self._sampler.set_slot(seq.slot, _slot_params(seq), seq.group.prompt_ids, seq.token_ids[seq.group.num_prompt :])
+        if plan.block_copies:
+            self.kv.copy_blocks(plan.block_copies)
+        for item in plan.scheduled:
+            self._slots.update(item.seq)
+            if plan.block_copies:
+                self._slots.replace_tail(item.seq)
+
+    def _score_prompt(self, item: ScheduledSeq, hidden: torch.Tensor, first: int) -> None:
+        group, (start, end) = item.seq.group, item.score
+        selection = group.response.prompt_candidates
+        for low in range(start, end, _SCORE_CHUNK):
+            high = min(low + _SCORE_CHUNK, end)
+            logits = self._model.logits(hidden[first + low - start : first + high - start])
+            targets = torch.from_numpy(group.prompt_ids[low:high].astype(np.int64)).to(self._device)
+            group.prompt_scores.append(
+                score_tokens(
+                    logits,
+                    targets,
+                    top_n=selection.top_n if selection else None,
+                    candidate_ids=selection.token_ids if selection else None,
+                    all_candidates=bool(selection and selection.all),
+                )
+            )
+
+
+def _choose_rows(plan: StepPlan) -> tuple[np.ndarray, np.ndarray, list[tuple[ScheduledSeq, int]]]:
+    """Rows of the batch that need logits, those of them that are sampled, and where each scored chunk begins."""
+    rows: list[np.ndarray | list[int]] = []
+    sample_rows: list[int] = []
+    scored: list[tuple[ScheduledSeq, int]] = []
+    count = offset = 0
+    for item in plan.scheduled:
+        if item.score is not None:
+            first, last = item.score
+            rows.append(np.arange(offset + first - 1 - item.start, offset + last - 1 - item.start))
+            scored.append((item, count))
+            count += last - first
+        offset += item.num_tokens
+        if item.samples:
+            rows.append([offset - 1])
+            sample_rows.append(count)
+            count += 1
+    logits_rows = np.concatenate(rows).astype(np.int64) if rows else np.empty(0, dtype=np.int64)
+    return logits_rows, np.array(sample_rows, dtype=np.int64), scored
+
+
+def _slot_params(seq: Sequence) -> SlotParams:
+    group = seq.group
+    sampling, stopping, response = group.sampling, group.stopping, group.response
+    selection = response.output_candidates
+    held_back = group.stop_token_ids | (frozenset() if stopping.ignore_eos else group.eos_token_ids)
+    return SlotParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=max(sampling.top_k, 0),
+        min_p=sampling.min_p,
+        frequency_penalty=sampling.frequency_penalty,
+        presence_penalty=sampling.presence_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        seed=group.seed,
+        output_index=seq.index,
+        min_tokens=stopping.min_tokens or 0,
+        stop_token_ids=tuple(sorted(held_back)),
+        return_logprobs=bool(response.return_output_logprobs or selection),
+        top_n=selection.top_n if selection else None,
+        candidate_ids=selection.token_ids if selection else None,
+        all_candidates=bool(selection and selection.all),
+    )

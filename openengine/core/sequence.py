@@ -1,0 +1,167 @@
+"""`Sequence`: the state of one output. `SequenceGroup`: the outputs of one request.
+
+Owned by the scheduler once admitted; the only writer is the loop thread. A sequence knows tokens and
+blocks, not text (output.py) and not tensors (slots.py). All work is "compute n more tokens":
+
+    token_ids     | prompt                | output so far     |
+    num_computed  |------ has KV ------>|
+                                          ^ num_prompt
+
+    WAITING ──admit──▶ RUNNING ──▶ FINISHED | FAILED
+       ▲──────preempt──────┘         (WAITING may also end: cancel, error)
+"""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from openengine.errors import OpenEngineError
+from openengine.types import FinishReason, ResponseOptions, SamplingParams, StopMatch, StoppingOptions
+
+__all__ = ["Sequence", "SequenceGroup", "SequenceState"]
+
+
+class SequenceState(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+    FAILED = "failed"
+
+
+_EDGES = {
+    SequenceState.WAITING: {SequenceState.RUNNING, SequenceState.FINISHED, SequenceState.FAILED},
+    SequenceState.RUNNING: {SequenceState.WAITING, SequenceState.FINISHED, SequenceState.FAILED},
+    SequenceState.FINISHED: set(),
+    SequenceState.FAILED: set(),
+}
+
+
+@dataclass(slots=True, eq=False)
+class SequenceGroup:
+    """One accepted request: what every output shares.
+
+    `sampling` holds effective values (nothing but a seed was left open; `seed` is that or fresh
+    entropy). `max_len` bounds prompt + output tokens. `sink` is whatever receives the events.
+    `cache_limit` bounds how many prompt tokens a prefix hit may cover, `num_scored` counts prompt
+    positions whose logprobs are known; both matter only where prompt logprobs were asked for.
+    """
+
+    request_id: str
+    prompt_ids: np.ndarray  # i32[num_prompt]
+    sampling: SamplingParams
+    stopping: StoppingOptions
+    response: ResponseOptions
+    seed: int
+    max_len: int
+    stop_token_ids: frozenset[int]
+    eos_token_ids: frozenset[int]
+    sink: Any
+    priority: int = 0
+    cache_salt: str | None = None
+    bypass_prefix_cache: bool = False
+    publish: bool = True
+    max_len_reason: str = ""
+    arrival: int = 0
+    arrival_time: float = 0.0
+    start_time: float | None = None
+    first_token_time: float | None = None
+    num_cached_tokens: int = 0
+    score_start: int | None = None  # first prompt position whose logprob is wanted, at least 1
+    num_scored: int = 0
+    prompt_scores: list[Any] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        count = self.sampling.num_sequences or 1
+        self.sequences = [Sequence(self, index) for index in range(count)]
+        if self.score_start is not None:
+            self.num_scored = self.score_start
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def leader(self) -> Sequence:
+        return self.sequences[0]
+
+    @property
+    def is_finished(self) -> bool:
+        return all(seq.is_finished for seq in self.sequences)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(seq.num_output for seq in self.sequences)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Sorts first what runs first: larger priority, then earlier arrival."""
+        return (-self.priority, self.arrival)
+
+
+class Sequence:
+    """One output. `slot` is -1 unless running; a follower (index > 0) has no blocks until the leader forks."""
+
+    __slots__ = (
+        "block_ids",
+        "block_keys",
+        "error",
+        "finish_reason",
+        "group",
+        "index",
+        "is_forked",
+        "num_computed",
+        "num_published",
+        "slot",
+        "state",
+        "stop_match",
+        "stream",
+        "token_ids",
+    )
+
+    def __init__(self, group: SequenceGroup, index: int) -> None:
+        self.group = group
+        self.index = index
+        self.token_ids = array("i", group.prompt_ids.tobytes())
+        self.num_computed = 0
+        self.state = SequenceState.WAITING
+        self.slot = -1
+        self.is_forked = index == 0  # whether it computes for itself
+        self.block_ids: list[int] = []
+        self.block_keys: list[bytes] = []
+        self.num_published = 0
+        self.finish_reason: FinishReason | None = None
+        self.stop_match: StopMatch | None = None
+        self.error: OpenEngineError | None = None
+        self.stream: Any = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - len(self.group.prompt_ids)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.state in (SequenceState.FINISHED, SequenceState.FAILED)
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        return (*self.group.order, self.index)
+
+    def move_to(self, state: SequenceState) -> None:
+        assert state in _EDGES[self.state], f"{self.group.request_id}[{self.index}]: {self.state} -> {state}"
+        self.state = state
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.group.request_id}[{self.index}], {self.state.value}, slot={self.slot}, "
+            f"{self.num_computed}/{len(self.token_ids)} tokens, {len(self.block_ids)} blocks)"
+        )

@@ -1,0 +1,748 @@
+"""`Engine`: the facade. Validates in the caller's thread, wires the parts together, owns their lifetime.
+
+    Engine ── RequestPreparer (validate, tokenize)            caller's thread
+       └───── EngineLoop ── Scheduler ── BlockManager         the loop's thread
+                   └─────── ModelRunner ── CausalLM, KvCache, Sampler
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from openengine import __version__
+from openengine.core.admission import Limits, RequestPreparer, sampling_defaults
+from openengine.core.blocks import BlockManager
+from openengine.core.cache_keys import root_key
+from openengine.core.config import EngineConfig
+from openengine.core.loader import Checkpoint, load_model, open_checkpoint
+from openengine.core.loop import EngineLoop, LoopState
+from openengine.core.memory import trim_allocator
+from openengine.core.models import CausalLM
+from openengine.core.runner import KvPoolSize, ModelRunner, size_kv_pool
+from openengine.core.scheduler import Scheduler
+from openengine.core.sequence import SequenceGroup
+from openengine.core.tokenizer import Tokenizer
+from openengine.errors import Draining, InvalidArgument, ModelNotFound, OpenEngineError, UnsupportedFeature
+from openengine.handle import EventStream, Handle
+from openengine.options import Prompt, build_request, is_single_prompt, suggest
+from openengine.ops.attention import AttentionBackend, select_backend
+from openengine.ops.kv_cache import KvCache, KvSpec
+from openengine.progress import progress_bar
+from openengine.types import (
+    AbortResponse,
+    AbortStatus,
+    CandidateTokenSelectionMode,
+    DrainResponse,
+    DrainState,
+    EngineInfo,
+    EngineRole,
+    GenerateRequest,
+    GenerationCapabilities,
+    GenerationResult,
+    GuidedDecodingCapabilities,
+    HealthCheck,
+    HealthResponse,
+    HealthState,
+    LoadInfo,
+    LogprobCapabilities,
+    ModelInfo,
+    ParallelismInfo,
+    SamplingParams,
+    StoppingOptions,
+)
+
+__all__ = ["Engine"]
+
+_log = logging.getLogger("openengine")
+_SCHEMA_RELEASE = "d0f29fec31f31db5cfd49cf3e0f67da84d10c709"  # source commit of the contract's revision 1
+_LOOP_TO_HEALTH = {
+    LoopState.STARTING: HealthState.STARTING,
+    LoopState.READY: HealthState.READY,
+    LoopState.DEGRADED: HealthState.DEGRADED,
+    LoopState.DRAINING: HealthState.DRAINING,
+    LoopState.STOPPED: HealthState.NOT_READY,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """Everything an engine is made of that comes from a checkpoint. `names`: those requests may use, canonical first."""
+
+    model: CausalLM
+    tokenizer: Tokenizer
+    backend: AttentionBackend
+    spec: KvSpec
+    pool: KvPoolSize
+    revision: str
+    names: tuple[str, ...]
+    eos_token_ids: tuple[int, ...]
+    generation_config: Mapping[str, Any]
+    load_seconds: float
+
+
+class Engine:
+    """One model, loaded and running in this process.
+
+    `model_path` is a directory of safetensors, a .gguf file or a hub id; keywords are the fields of
+    `EngineConfig`. `progress` shows a bar while loading (None: in notebooks and terminals).
+
+    Safe from many threads and event loops at once. `close()`, `with`, dropping the last reference and
+    interpreter exit all stop the loop and give the memory back.
+
+    Raises ModelNotFound, InvalidArgument or UnsupportedFeature, saying what is wrong and what would work.
+    """
+
+    def __init__(self, model_path: str | os.PathLike[str], *, progress: bool | None = None, **options: Any) -> None:
+        config = _config(model_path, options)
+        self._wire(config, _load(config, progress))
+
+    def _wire(self, config: EngineConfig, loaded: LoadedModel) -> None:
+        """Put the parts together and start the loop."""
+        self._config = config
+        self._pid = os.getpid()
+        self._instance_id = str(uuid.uuid4())
+        self._tokenizer = loaded.tokenizer
+        self._model_names = loaded.names
+        pool = loaded.pool
+        blocks = BlockManager(
+            pool.num_blocks,
+            pool.block_size,
+            root_key=root_key(loaded.revision, loaded.tokenizer.fingerprint, pool.block_size),
+            enable_prefix_cache=config.enable_prefix_cache,
+            record_events=False,  # nobody can subscribe yet
+        )
+        self._limits = Limits(
+            model_names=loaded.names,
+            vocab_size=loaded.model.config.vocab_size,
+            max_model_len=pool.max_model_len,
+            block_size=pool.block_size,
+            num_kv_blocks=pool.num_blocks,
+            max_num_sequences=config.max_num_seqs,
+            eos_token_ids=frozenset(loaded.eos_token_ids),
+        )
+        defaults, default_max_tokens = sampling_defaults(
+            config.default_sampling, loaded.generation_config if config.generation_config else {}
+        )
+        self._preparer = RequestPreparer(
+            self._tokenizer, self._limits, defaults=defaults, default_max_tokens=default_max_tokens, seed=config.seed
+        )
+        self._loop = EngineLoop(
+            Scheduler(blocks, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens),
+            ModelRunner(loaded.model, loaded.backend, loaded.spec, pool, max_num_seqs=config.max_num_seqs),
+            token_text=self._tokenizer.token_text,
+            max_queued_requests=config.max_queued_requests,
+            num_threads=config.num_threads,
+            instance_id=self._instance_id,
+        )
+        self._attributes = _attributes(loaded)
+        self._loop.start()
+        self._finalizer = weakref.finalize(self, _shut_down, self._loop)
+        _log.info("%s", _start_line(self._attributes))
+
+    # ---- generation ------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Iterable[Prompt] | None = None,
+        sampling: SamplingParams | None = None,
+        *,
+        messages: Sequence[Any] | None = None,
+        progress: bool | None = None,
+        on_error: str = "raise",
+        **options: Any,
+    ) -> GenerationResult | list[GenerationResult]:
+        """Generate for one prompt (one result) or a batch (a list of results, in order).
+
+        A prompt is text, token ids or a `GenerateRequest`; `messages` is one chat in place of a prompt.
+        Keywords: every field of SamplingParams, StoppingOptions, ResponseOptions and KvOptions, and
+        `stop`, `stop_token_ids`, `logprobs=N`, `prompt_logprobs=N`, `priority`, `request_id`, ….
+        Every item is validated before anything runs: `on_error="raise"` then runs nothing and names the
+        item, "return" puts a result with `error` in its place. Ctrl-C cancels this call's requests only.
+        """
+        prompts, options = self._with_messages(prompts, messages, options)
+        if is_single_prompt(prompts):
+            _check_on_error(on_error)
+            handle = None
+            try:
+                handle = self._submit(build_request(prompts, sampling, options), keep_events=False)
+                return handle.result()
+            except OpenEngineError as exc:
+                if on_error == "raise":
+                    raise
+                return GenerationResult(request_id=options.get("request_id") or "", error=exc)
+            except BaseException:
+                _cancel_and_wait([handle] if handle else [])
+                raise
+        results: dict[int, GenerationResult] = dict(
+            self.as_completed(prompts, sampling, progress=progress, on_error=on_error, **options)
+        )
+        return [results[index] for index in range(len(results))]
+
+    def as_completed(
+        self,
+        prompts: Iterable[Prompt],
+        sampling: SamplingParams | None = None,
+        *,
+        progress: bool | None = None,
+        on_error: str = "raise",
+        **options: Any,
+    ) -> Iterator[tuple[int, GenerationResult]]:
+        """Run a batch of any size and yield (index, result) as each finishes. Options as for `generate`.
+
+        Leaving the iteration early cancels what is still running.
+        """
+        groups = self._prepare_batch(prompts, sampling, on_error, options)
+        return self._run_batch(groups, on_error, progress)
+
+    def chat(self, messages: Sequence[Any], sampling: SamplingParams | None = None, **options: Any) -> Any:
+        """`generate(messages=messages)`: answer a chat, rendered with the model's own template."""
+        return self.generate(None, sampling, messages=messages, **options)
+
+    def stream(
+        self, prompt: Prompt | None = None, sampling: SamplingParams | None = None, *, messages: Sequence[Any] | None = None, **options: Any
+    ) -> EventStream:
+        """Start one request and iterate its events as they come; each has `.text`. Leaving early cancels it."""
+        return EventStream(self.submit(prompt, sampling, messages=messages, **options))
+
+    def astream(
+        self, prompt: Prompt | None = None, sampling: SamplingParams | None = None, *, messages: Sequence[Any] | None = None, **options: Any
+    ) -> EventStream:
+        """`stream` for `async for`; cancelling the task cancels the request."""
+        return EventStream(self.submit(prompt, sampling, messages=messages, **options))
+
+    async def agenerate(
+        self,
+        prompts: Prompt | Iterable[Prompt] | None = None,
+        sampling: SamplingParams | None = None,
+        *,
+        messages: Sequence[Any] | None = None,
+        on_error: str = "raise",
+        **options: Any,
+    ) -> GenerationResult | list[GenerationResult]:
+        """`generate` for an event loop, which stays free meanwhile. Cancelling the task cancels the requests."""
+        prompts, options = self._with_messages(prompts, messages, options)
+        if not is_single_prompt(prompts):
+            return await self._arun_batch(prompts, sampling, on_error, options)
+        _check_on_error(on_error)
+        handle = None
+        try:
+            handle = self._submit(build_request(prompts, sampling, options), keep_events=False)
+            return await handle.aresult()
+        except OpenEngineError as exc:
+            if on_error == "raise":
+                raise
+            return GenerationResult(request_id=options.get("request_id") or "", error=exc)
+        except BaseException:
+            if handle is not None:
+                handle.cancel()
+            raise
+
+    def submit(
+        self,
+        request: Prompt | None = None,
+        sampling: SamplingParams | None = None,
+        *,
+        messages: Sequence[Any] | None = None,
+        **options: Any,
+    ) -> Handle:
+        """Start one request and return its handle at once.
+
+        What this raises was not accepted; what goes wrong later, the handle raises.
+        """
+        prompt, options = self._with_messages(request, messages, options)
+        if not is_single_prompt(prompt):
+            raise InvalidArgument("submit takes one prompt; use generate or as_completed for a batch")
+        return self._submit(build_request(prompt, sampling, options), keep_events=True)
+
+    # ---- tokens and templates --------------------------------------------------------------------
+
+    def tokenize(self, text: str, *, add_special_tokens: bool = True, parse_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; with the defaults exactly what `generate(text)` runs."""
+        return self._tokenizer.encode(
+            text, add_special_tokens=add_special_tokens, parse_special_tokens=parse_special_tokens
+        )
+
+    def detokenize(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of `token_ids`; an incomplete character at the end becomes U+FFFD."""
+        ids = [int(token_id) for token_id in token_ids]
+        for token_id in ids:
+            if not 0 <= token_id < self._limits.vocab_size:
+                raise InvalidArgument(f"token id {token_id} is outside the vocabulary of {self._limits.vocab_size}")
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def apply_chat_template(
+        self, messages: Sequence[Any], tools: Sequence[Any] | None = None, **template_kwargs: Any
+    ) -> list[int]:
+        """Token ids of `messages` rendered with the checkpoint's chat template, with one BOS where it has one."""
+        return self._tokenizer.encode_chat(messages, tools=tools, **template_kwargs)
+
+    # ---- discovery -------------------------------------------------------------------------------
+
+    def info(self) -> EngineInfo:
+        """Who serves: version, role, model names; `attributes` says device, dtype, kernels and memory."""
+        return EngineInfo(
+            engine_name="openengine",
+            engine_version=__version__,
+            role=EngineRole.AGGREGATED,
+            instance_id=self._instance_id,
+            supported_models=self._model_names,
+            parallelism=ParallelismInfo(
+                tensor_parallel_size=1,
+                pipeline_parallel_size=1,
+                data_parallel_size=1,
+                data_parallel_rank=0,
+                data_parallel_start_rank=0,
+            ),
+            schema_revision=1,
+            minimum_client_revision=1,
+            schema_release=_SCHEMA_RELEASE,
+            attributes=self._attributes,
+        )
+
+    def model_info(self, model: str | None = None) -> ModelInfo:
+        """What the model can do and how much fits. Raises ModelNotFound for a name that is not served."""
+        self._check_model(model)
+        limits = self._limits
+        logprobs = LogprobCapabilities(
+            supported=True,
+            candidate_selection_modes=tuple(CandidateTokenSelectionMode),
+            max_top_n=self._preparer.max_top_n,
+        )
+        return ModelInfo(
+            model_id=self._model_names[0],
+            served_model_name=self._config.served_model_name or self._model_names[0],
+            served_model_aliases=self._config.aliases,
+            max_context_length=limits.max_model_len,
+            kv_block_size=limits.block_size,
+            total_kv_blocks=limits.num_kv_blocks,
+            max_running_requests=self._config.max_num_seqs,
+            max_batched_tokens=self._config.max_num_batched_tokens,
+            supports_text_input=True,
+            supports_token_ids_input=True,
+            generation=GenerationCapabilities(
+                prompt_logprobs=logprobs,
+                output_logprobs=logprobs,
+                guided_decoding=GuidedDecodingCapabilities(supported=False),
+                max_num_sequences=limits.max_num_sequences,
+                supports_priority=True,
+                supports_stop_in_output=True,
+                supports_cache_salt=True,
+                supports_prefix_cache_bypass=True,
+            ),
+            supports_lora=False,
+            supports_multimodal=False,
+        )
+
+    def load_info(self) -> LoadInfo:
+        """The scheduler's load after the latest step."""
+        return self._loop.load
+
+    def health(
+        self, *, include_inference_probe: bool = False, model: str | None = None, role: EngineRole | None = None
+    ) -> HealthResponse:
+        """Readiness; with `include_inference_probe` one token is computed, leaving nothing cached."""
+        state = _LOOP_TO_HEALTH[self._loop.state]
+        checks = [HealthCheck("scheduler", state), HealthCheck("model", state)]
+        if role is not None and role != EngineRole.AGGREGATED:
+            message = f"expected {role}, this engine is {EngineRole.AGGREGATED}"
+            checks.append(HealthCheck("role", HealthState.NOT_READY, message))
+        elif role is not None:
+            checks.append(HealthCheck("role", HealthState.READY))
+        if include_inference_probe:
+            self._check_model(model)
+            checks.append(self._probe())
+        not_ready = [check for check in checks if check.state is HealthState.NOT_READY]
+        return HealthResponse(HealthState.NOT_READY if not_ready else state, tuple(checks))
+
+    # ---- lifecycle -------------------------------------------------------------------------------
+
+    def abort(self, request_id: str | None = None, *, all_requests: bool = False) -> AbortResponse:
+        """Cancel one request, or every one. Its outputs end with `finish_reason="cancelled"`.
+
+        Raises InvalidArgument unless exactly one target is given, RequestNotFound for an unknown id.
+        """
+        if all_requests == (request_id is not None) or request_id == "":
+            raise InvalidArgument("abort takes exactly one target: a non-empty request_id, or all_requests=True")
+        status = self._loop.abort_all() if request_id is None else self._loop.abort(request_id)
+        return AbortResponse(status)
+
+    def drain(
+        self,
+        *,
+        stop_accepting_new_requests: bool = True,
+        deadline_ms: int | None = None,
+        abort_after_deadline: bool = False,
+    ) -> None:
+        """Wait until nothing is in flight. Stopping to accept is final for this engine.
+
+        At the deadline, what runs is cancelled with `abort_after_deadline`; else Draining is raised and the work goes on.
+        """
+        for _report in self.drain_events(
+            stop_accepting_new_requests=stop_accepting_new_requests,
+            deadline_ms=deadline_ms,
+            abort_after_deadline=abort_after_deadline,
+        ):
+            pass
+
+    def drain_events(
+        self,
+        *,
+        stop_accepting_new_requests: bool = True,
+        deadline_ms: int | None = None,
+        abort_after_deadline: bool = False,
+    ) -> Iterator[DrainResponse]:
+        """`drain` with its progress: STARTED, IN_PROGRESS at least once a second, COMPLETE."""
+        if deadline_ms is not None and (not isinstance(deadline_ms, int) or deadline_ms < 0):
+            raise InvalidArgument(f"deadline_ms must be a non-negative integer, not {deadline_ms!r}")
+        if stop_accepting_new_requests:
+            self._loop.stop_accepting()
+        return self._drain_reports(deadline_ms, abort_after_deadline)
+
+    def clear_prefix_cache(self) -> None:
+        """Forget every cached prompt block. Running requests keep theirs."""
+        self._loop.call(lambda scheduler: scheduler.blocks.clear())
+
+    def close(self) -> None:
+        """Cancel what runs, stop the loop and give the memory back. Calling it again does nothing."""
+        self._finalizer()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("an Engine cannot be pickled; pickle its EngineConfig and create the engine where it runs")
+
+    def __repr__(self) -> str:
+        return f"Engine({self._model_names[0]!r}, {self._attributes['device']}, {self._loop.state.value})"
+
+    # ---- private ---------------------------------------------------------------------------------
+
+    def _with_messages(
+        self, prompt: Any, messages: Sequence[Any] | None, options: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        tools, template_kwargs = options.pop("tools", None), options.pop("template_kwargs", None)
+        if messages is None:
+            if prompt is None:
+                raise InvalidArgument("give a prompt or messages=")
+            if tools is not None or template_kwargs is not None:
+                raise InvalidArgument("tools and template_kwargs belong to the chat template; they need messages=")
+            return prompt, options
+        if prompt is not None:
+            raise InvalidArgument("give a prompt or messages=, not both")
+        return self.apply_chat_template(messages, tools, **(template_kwargs or {})), options
+
+    def _submit(self, request: GenerateRequest, *, keep_events: bool) -> Handle:
+        return self._admit(self._preparer.prepare(request), keep_events=keep_events)
+
+    def _admit(self, group: SequenceGroup, *, keep_events: bool) -> Handle:
+        if os.getpid() != self._pid:
+            raise InvalidArgument("this engine was created in another process; create one in each process")
+        handle = Handle(group, self._cancel, keep_events=keep_events)
+        group.sink = handle
+        self._loop.admit(group)
+        return handle
+
+    def _cancel(self, group: SequenceGroup) -> None:
+        self._loop.abort_group(group)
+
+    def _prepare_batch(
+        self, prompts: Iterable[Prompt], sampling: SamplingParams | None, on_error: str, options: dict[str, Any]
+    ) -> list[SequenceGroup | OpenEngineError]:
+        """Every item checked before anything runs; with "raise" the first bad one is raised, naming its index."""
+        _check_on_error(on_error)
+        prompts = list(prompts)
+        if options.get("request_id") is not None and len(prompts) != 1:
+            raise InvalidArgument(f"request_id names one request, the batch has {len(prompts)}; use GenerateRequests")
+        groups: list[SequenceGroup | OpenEngineError] = []
+        for index, prompt in enumerate(prompts):
+            try:
+                groups.append(self._preparer.prepare(build_request(prompt, sampling, options)))
+            except OpenEngineError as exc:
+                if on_error == "raise":
+                    raise type(exc)(f"item {index} of {len(prompts)}: {exc.message}", details=exc.details) from exc
+                groups.append(exc)
+        return groups
+
+    @property
+    def _window(self) -> int:
+        """Requests of one batch in flight at a time: enough to keep every slot busy, and within the queue."""
+        return min(4 * self._config.max_num_seqs, self._config.max_queued_requests)
+
+    def _run_batch(
+        self, groups: list[SequenceGroup | OpenEngineError], on_error: str, progress: bool | None
+    ) -> Iterator[tuple[int, GenerationResult]]:
+        finished = _Finished()
+        pending: dict[int, Handle] = {}
+        position = 0
+        with progress_bar(progress if len(groups) > 1 else False, total=len(groups), desc="generating", unit="req") as bar:
+            try:
+                for count in range(len(groups)):
+                    while position < len(groups) and len(pending) < self._window:
+                        item, groups[position] = groups[position], None
+                        self._start_item(position, item, pending, finished, on_error)
+                        position += 1
+                    index, result = finished.get()
+                    handle = pending.pop(index, None)
+                    if handle is not None:
+                        result = _result_or_error(handle, on_error)
+                    bar(count + 1, len(groups))
+                    yield index, result
+            finally:
+                _cancel_and_wait(pending.values())
+
+    def _start_item(
+        self, index: int, item: SequenceGroup | OpenEngineError, pending: dict[int, Handle], finished: _Finished, on_error: str
+    ) -> None:
+        if isinstance(item, OpenEngineError):
+            finished.put(index, GenerationResult(request_id="", error=item))
+            return
+        try:
+            handle = self._admit(item, keep_events=False)
+        except OpenEngineError as exc:
+            if on_error == "raise":
+                raise
+            finished.put(index, GenerationResult(request_id=item.request_id, error=exc))
+            return
+        pending[index] = handle
+        handle.on_done(lambda: finished.put(index, None))
+
+    async def _arun_batch(
+        self, prompts: Iterable[Prompt], sampling: SamplingParams | None, on_error: str, options: dict[str, Any]
+    ) -> list[GenerationResult]:
+        groups = self._prepare_batch(prompts, sampling, on_error, options)
+        window = asyncio.Semaphore(self._window)
+
+        async def run(item: SequenceGroup | OpenEngineError) -> GenerationResult:
+            if isinstance(item, OpenEngineError):
+                return GenerationResult(request_id="", error=item)
+            async with window:
+                try:
+                    handle = self._admit(item, keep_events=False)
+                    try:
+                        return await handle.aresult()
+                    except asyncio.CancelledError:
+                        handle.cancel()
+                        raise
+                except OpenEngineError as exc:
+                    if on_error == "raise":
+                        raise
+                    return GenerationResult(request_id=item.request_id, error=exc)
+
+        tasks = [asyncio.ensure_future(run(item)) for item in groups]
+        try:
+            return list(await asyncio.gather(*tasks))
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+
+    def _drain_reports(self, deadline_ms: int | None, abort_after_deadline: bool) -> Iterator[DrainResponse]:
+        deadline = None if deadline_ms is None else time.monotonic() + deadline_ms / 1000
+        yield DrainResponse(DrainState.STARTED, self._loop.num_open, 0)
+        while True:
+            left = None if deadline is None else deadline - time.monotonic()
+            if self._loop.wait_idle(1.0 if left is None else max(0.0, min(1.0, left))):
+                yield DrainResponse(DrainState.COMPLETE, 0, 0)
+                return
+            if left is None or left > 0:
+                yield DrainResponse(DrainState.IN_PROGRESS, self._loop.num_open, 0)
+                continue
+            if not abort_after_deadline:
+                raise Draining(f"{self._loop.num_open} requests are still in flight at the deadline of {deadline_ms} ms")
+            self._loop.abort_all()
+            deadline = None
+
+    def _probe(self) -> HealthCheck:
+        request = GenerateRequest(
+            token_ids=[0], sampling=SamplingParams(temperature=0.0, num_sequences=1), stopping=StoppingOptions(max_tokens=1)
+        )
+        group = self._preparer.prepare(request)
+        group.publish = False
+        try:
+            self._admit(group, keep_events=False).result(timeout=60)
+        except (OpenEngineError, TimeoutError) as exc:
+            return HealthCheck("inference_probe", HealthState.NOT_READY, str(exc))
+        return HealthCheck("inference_probe", HealthState.READY)
+
+    def _check_model(self, model: str | None) -> None:
+        if model is not None and model not in self._model_names:
+            raise ModelNotFound(f"model {model!r} is not served; served are {', '.join(self._model_names)}")
+
+
+class _Finished:
+    """A queue of finished items that `get` waits on interruptibly."""
+
+    def __init__(self) -> None:
+        self._items: list[tuple[int, GenerationResult | None]] = []
+        self._changed = threading.Condition()
+
+    def put(self, index: int, result: GenerationResult | None) -> None:
+        with self._changed:
+            self._items.append((index, result))
+            self._changed.notify()
+
+    def get(self) -> tuple[int, GenerationResult | None]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._items)
+            return self._items.pop(0)
+
+
+class _InThread:
+    """Runs `function` beside the caller; `result()` waits for it and raises what it raised."""
+
+    def __init__(self, function: Any) -> None:
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(function,), daemon=True)
+        self._thread.start()
+
+    def _run(self, function: Any) -> None:
+        try:
+            self._value = function()
+        except BaseException as exc:
+            self._error = exc
+
+    def result(self) -> Any:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
+def _load(config: EngineConfig, progress: bool | None) -> LoadedModel:
+    """Read a checkpoint; tokenizer and digest are computed beside the weights."""
+    started = time.monotonic()
+    checkpoint = open_checkpoint(config.model_path, progress=bool(progress))
+    device = _device(config.device)
+    dtype = _dtype(config.dtype, device)
+    backend = select_backend(device, dtype, config.kernels)
+    model_config = checkpoint.config
+    spec = KvSpec(model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, dtype, device)
+    tokenizer = _InThread(checkpoint.load_tokenizer)
+    revision = _InThread(lambda: checkpoint.revision)
+    with torch.inference_mode(), progress_bar(progress, desc=f"loading {checkpoint.path.name}", unit="B") as bar:
+        model = load_model(
+            checkpoint, dtype=dtype, device=device, backend=backend, max_model_len=config.max_model_len, progress=bar
+        )
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer.result(),
+        backend=backend,
+        spec=spec,
+        pool=size_kv_pool(config, spec, model_config.max_position_embeddings, backend.block_size),
+        revision=revision.result(),
+        names=_model_names(config, checkpoint),
+        eos_token_ids=_eos_token_ids(checkpoint, tokenizer.result()),
+        generation_config=checkpoint.generation_config,
+        load_seconds=time.monotonic() - started,
+    )
+
+
+def _attributes(loaded: LoadedModel) -> dict[str, Any]:
+    pool = loaded.pool
+    return {
+        "architecture": loaded.model.config.architecture,
+        "device": str(loaded.spec.device),
+        "dtype": str(loaded.spec.dtype).removeprefix("torch."),
+        "kernels": loaded.backend.name,
+        "weight_bytes": sum(tensor.nbytes for _name, tensor in loaded.model.tensors()),
+        "kv_bytes": KvCache.bytes_per_block(loaded.spec, pool.block_size) * pool.num_blocks,
+        "kv_tokens": pool.num_tokens,
+        "kv_block_size": pool.block_size,
+        "max_model_len": pool.max_model_len,
+        "load_seconds": round(loaded.load_seconds, 3),
+    }
+
+
+def _config(model_path: str | os.PathLike[str], options: Mapping[str, Any]) -> EngineConfig:
+    known = set(EngineConfig.field_names()) - {"model_path"}
+    for name in options:
+        if name not in known:
+            raise InvalidArgument(f"unknown engine option {name!r}{suggest(name, known)}")
+    if not isinstance(model_path, (str, os.PathLike)):
+        raise InvalidArgument(f"model_path must be a path or a hub id, not {model_path!r}")
+    return EngineConfig(os.fspath(model_path), **options)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as exc:
+        raise InvalidArgument(f"device {name!r} is unknown; use 'auto', 'cpu', 'cuda' or 'cuda:N'") from exc
+    if device.type not in ("cpu", "cuda"):
+        raise UnsupportedFeature(f"device {name!r} is not supported; use 'cpu' or 'cuda'")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedFeature(f"device {name!r}: torch sees no GPU here; use device='cpu'")
+    return device
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        name = "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float32"
+    return getattr(torch, name)
+
+
+def _model_names(config: EngineConfig, checkpoint: Checkpoint) -> tuple[str, ...]:
+    names = (config.model_path, config.served_model_name, *config.aliases, checkpoint.path.name)
+    return tuple(dict.fromkeys(name for name in names if name))
+
+
+def _eos_token_ids(checkpoint: Checkpoint, tokenizer: Any) -> tuple[int, ...]:
+    """The checkpoint's own list; where it has none, the tokenizer's EOS token."""
+    if checkpoint.eos_token_ids:
+        return checkpoint.eos_token_ids
+    return () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+
+
+def _start_line(attributes: Mapping[str, Any]) -> str:
+    return (
+        f"{attributes['architecture']} in {attributes['dtype']} on {attributes['device']} ({attributes['kernels']} kernels): "
+        f"{attributes['weight_bytes'] / 2**20:.0f} MiB of weights, KV cache of {attributes['kv_tokens']} tokens "
+        f"({attributes['kv_bytes'] / 2**20:.0f} MiB), context {attributes['max_model_len']}, "
+        f"loaded in {attributes['load_seconds']:.1f} s"
+    )
+
+
+def _check_on_error(on_error: str) -> None:
+    if on_error not in ("raise", "return"):
+        raise InvalidArgument(f"on_error must be 'raise' or 'return', not {on_error!r}")
+
+
+def _result_or_error(handle: Handle, on_error: str) -> GenerationResult:
+    try:
+        return handle.result()
+    except OpenEngineError as exc:
+        if on_error == "raise":
+            raise
+        return GenerationResult(request_id=handle.request_id, error=exc)
+
+
+def _cancel_and_wait(handles: Iterable[Handle]) -> None:
+    """End these requests and wait until the loop has given back what they held."""
+    handles = list(handles)
+    for handle in handles:
+        handle.cancel()
+    for handle in handles:
+        handle.wait()
+
+
+def _shut_down(loop: EngineLoop) -> None:
+    loop.close()
+    trim_allocator()

@@ -1,0 +1,223 @@
+"""`Handle`: one accepted request, as its caller sees it; `EventStream`: reading it as a stream.
+
+The loop thread writes (`deliver`), any thread or event loop reads. A handle keeps its engine alive
+until the request has ended, and no longer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+from openengine.core.output import ResultCollector
+from openengine.core.sequence import SequenceGroup
+from openengine.errors import OpenEngineError
+from openengine.types import GenerateEvent, GenerationResult, Timing
+
+__all__ = ["EventStream", "Handle"]
+
+
+class Handle:
+    """A running request. Iterate it (`for` or `async for`) for its events, or ask for `result()`; both work, in any order.
+
+    Each event is delivered once, to whoever reads it first. An error of the engine is raised by both.
+    `cancel()` ends the request; its result then has `finish_reason="cancelled"`.
+    """
+
+    def __init__(self, group: SequenceGroup, cancel: Callable[[SequenceGroup], None], *, keep_events: bool = True) -> None:
+        self.request_id = group.request_id
+        self._group: SequenceGroup | None = group
+        self._cancel: Callable[[SequenceGroup], None] | None = cancel
+        self._collector: ResultCollector | None = ResultCollector(
+            group.request_id, sampling=group.sampling, stopping=group.stopping
+        )
+        self._events: deque[GenerateEvent] | None = deque() if keep_events else None
+        self._changed = threading.Condition()
+        self._on_done: Callable[[], None] | None = None
+        self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._result: GenerationResult | None = None
+        self._error: OpenEngineError | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether the request has ended."""
+        return self._result is not None or self._error is not None
+
+    def cancel(self) -> None:
+        """End the request before the next step; does nothing when it has ended."""
+        group, cancel = self._group, self._cancel
+        if group is not None and cancel is not None:
+            cancel(group)
+
+    def result(self, timeout: float | None = None) -> GenerationResult:
+        """Wait for the end and return everything the request produced.
+
+        Raises TimeoutError after `timeout` seconds (the request goes on), or the error that ended the request.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.done, timeout):
+                raise TimeoutError(f"request {self.request_id!r} has not finished within {timeout} s; it is still running")
+        return self._outcome()
+
+    async def aresult(self) -> GenerationResult:
+        """`result()` for an event loop. Cancelling the awaiting task leaves the request running; see `cancel`."""
+        while not self.done:
+            await self._wait(lambda: self.done)
+        return self._outcome()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the end without raising its error; False when `timeout` seconds pass first."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.done, timeout)
+
+    def on_done(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once when the request ends, in the loop thread, or now if it has; it must not block or raise."""
+        with self._changed:
+            if not self.done:
+                self._on_done = callback
+                return
+        callback()
+
+    def __iter__(self) -> Iterator[GenerateEvent]:
+        while (event := self.next_event()) is not None:
+            yield event
+
+    async def __aiter__(self) -> AsyncIterator[GenerateEvent]:
+        while (event := await self.anext_event()) is not None:
+            yield event
+
+    def next_event(self) -> GenerateEvent | None:
+        """The next event, waiting for it; None after the last. Raises the error that ended the request."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._events or self.done)
+            if self._events:
+                return self._events.popleft()
+        if self._error is not None:
+            raise self._error
+        return None
+
+    async def anext_event(self) -> GenerateEvent | None:
+        """`next_event` for an event loop."""
+        while True:
+            with self._changed:
+                if self._events:
+                    return self._events.popleft()
+            if self.done:
+                if self._error is not None:
+                    raise self._error
+                return None
+            await self._wait(lambda: self._events or self.done)
+
+    async def _wait(self, is_ready: Callable[[], Any]) -> None:
+        event_loop = asyncio.get_running_loop()
+        with self._changed:
+            if is_ready():
+                return
+            future = event_loop.create_future()
+            self._waiters.append((event_loop, future))
+        await future
+
+    def _outcome(self) -> GenerationResult:
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+    # ---- the loop thread's side ------------------------------------------------------------------
+
+    def deliver(
+        self, events: list[GenerateEvent], *, error: OpenEngineError | None, is_last: bool
+    ) -> list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]]:
+        """Take a step's events; returns who waits for them in event loops."""
+        assert self._collector is not None and self._group is not None, "no event may follow the last"
+        for event in events:
+            self._collector.add(event)
+        result = self._collector.result(timing=_timing(self._group)) if is_last and error is None else None
+        with self._changed:
+            if self._events is not None:
+                self._events.extend(events)
+            if is_last:
+                self._result, self._error = result, error
+                self._group = self._cancel = self._collector = None
+                on_done, self._on_done = self._on_done, None
+            waiters, self._waiters = self._waiters, []
+            if self._events is not None or is_last:
+                self._changed.notify_all()
+        if is_last and on_done is not None:
+            on_done()
+        return waiters
+
+    def __repr__(self) -> str:
+        state = "failed" if self._error else "done" if self.done else "running"
+        return f"Handle({self.request_id!r}, {state})"
+
+
+def _timing(group: SequenceGroup) -> Timing:
+    now = time.monotonic()
+    start, first = group.start_time, group.first_token_time
+    later = group.num_output_tokens - len(group.sequences)
+    return Timing(
+        queue_s=(now if start is None else start) - group.arrival_time,
+        time_to_first_token_s=None if first is None else first - group.arrival_time,
+        time_per_token_s=None if first is None or later < 1 else (now - first) / later,
+        total_s=now - group.arrival_time,
+    )
+
+
+class EventStream:
+    """Events of one request, for `for` or `async for`. Leaving it early, in whatever way, cancels the request."""
+
+    def __init__(self, handle: Handle) -> None:
+        self.handle = handle
+
+    def __iter__(self) -> EventStream:
+        return self
+
+    def __next__(self) -> GenerateEvent:
+        try:
+            event = self.handle.next_event()
+        except BaseException:
+            self.close()
+            raise
+        if event is None:
+            raise StopIteration
+        return event
+
+    def __aiter__(self) -> EventStream:
+        return self
+
+    async def __anext__(self) -> GenerateEvent:
+        try:
+            event = await self.handle.anext_event()
+        except BaseException:
+            self.close()
+            raise
+        if event is None:
+            raise StopAsyncIteration
+        return event
+
+    def close(self) -> None:
+        """Cancel the request unless it has ended."""
+        self.handle.cancel()
+
+    async def aclose(self) -> None:
+        self.close()
+
+    def __enter__(self) -> EventStream:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> EventStream:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()

@@ -1,0 +1,82 @@
+"""The seam between a decoder layer and the attention kernels: the backend protocol and its selection.
+
+A backend owns the layout of the KV cache it allocates and what it prepares per step; it holds no
+request state. `window` counts keys: query position i sees key positions i - window < j <= i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from openengine.errors import InvalidArgument, UnsupportedFeature
+from openengine.ops.attention_cpu import TorchAttention
+from openengine.ops.attention_flash import FlashAttention
+from openengine.ops.batch import ForwardBatch
+from openengine.ops.kv_cache import KvCache, KvSpec
+
+__all__ = ["AttentionBackend", "select_backend"]
+
+_KERNELS = ("auto", "native", "torch", "flash")
+
+
+class AttentionBackend(Protocol):
+    """Causal attention of a ragged batch over a paged KV cache.
+
+    `block_size` is the preferred default. One backend serves one thread: it reuses its workspaces.
+    """
+
+    name: str
+    block_size: int
+
+    def allocate(self, spec: KvSpec, num_blocks: int, block_size: int) -> KvCache:
+        """A cache in this backend's layout. Raises UnsupportedFeature or InvalidArgument for sizes it cannot serve."""
+        ...
+
+    def prepare(self, batch: ForwardBatch, *, windows: Sequence[int | None]) -> None:
+        """Fill `batch.scratch` once per step; `windows` are the distinct windows of the model's layers."""
+        ...
+
+    def forward(
+        self,
+        layer: int,
+        q: Tensor,  # [T, num_heads, head_dim]
+        k: Tensor,  # [T, num_kv_heads, head_dim]
+        v: Tensor,  # [T, num_kv_heads, head_dim]
+        batch: ForwardBatch,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Write k and v to the cache, then attend over each sequence's cached tokens -> `[T, num_heads * head_dim]`.
+
+        All in the cache's dtype. With `softcap` a score becomes `softcap * tanh(score * scale / softcap)`.
+        Needs `prepare` on the same batch with this window, and a context without gradients.
+        """
+        ...
+
+
+def select_backend(device: torch.device, dtype: torch.dtype, kernels: str) -> AttentionBackend:
+    """The backend for `kernels`: `auto` is flash where it can run, else torch.
+
+    Raises UnsupportedFeature if the kernels asked for by name cannot run here, InvalidArgument for an unknown name.
+    """
+    if kernels not in _KERNELS:
+        raise InvalidArgument(f"kernels {kernels!r} is unknown; choose one of {', '.join(_KERNELS)}")
+    if kernels == "native":
+        raise UnsupportedFeature(
+            "kernels 'native' needs compiled attention kernels, which this build does not have; use 'auto' or 'torch'"
+        )
+    if kernels == "torch":
+        return TorchAttention()
+    try:
+        FlashAttention.check_device(device)
+        return FlashAttention(dtype)
+    except UnsupportedFeature:
+        if kernels == "flash":
+            raise
+        return TorchAttention()

@@ -1,0 +1,30 @@
+"""Progress bars: on in notebooks and terminals, off elsewhere, switchable."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+__all__ = ["progress_bar"]
+
+
+@contextmanager
+def progress_bar(
+    progress: bool | None, *, desc: str, unit: str, total: int | None = None
+) -> Iterator[Callable[[int, int], None]]:
+    """A function `(done, total)` that moves a bar. `progress=None` shows it in notebooks and terminals only."""
+    if progress is None:
+        progress = "ipykernel" in sys.modules or sys.stderr.isatty()
+    if not progress:
+        yield lambda done, total: None
+        return
+    from tqdm.auto import tqdm
+
+    with tqdm(total=total, desc=desc, unit=unit, unit_scale=unit == "B", leave=unit != "B") as bar:
+
+        def move(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield move

@@ -1,0 +1,804 @@
+"""Every value that crosses the public API, with the OpenEngine contract's names in snake case.
+
+All are frozen dataclasses. `None` means "absent", as in the contract: the engine's default applies,
+and an explicit zero or false is a value of its own. Field meanings and limits: requirements
+SMP, STP, LGP, KVO, STR and USE of the contract; `validate_request` checks those that need no model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from openengine.errors import InvalidArgument, OpenEngineError
+
+__all__ = [
+    "AbortResponse",
+    "AbortStatus",
+    "AllBlocksCleared",
+    "AllCandidates",
+    "BlockRemoved",
+    "BlockStored",
+    "CandidateTokenSelection",
+    "CandidateTokenSelectionMode",
+    "ChoiceConstraint",
+    "DrainResponse",
+    "DrainState",
+    "EngineInfo",
+    "EngineRole",
+    "FinishReason",
+    "GenerateEvent",
+    "GenerateRequest",
+    "GenerationCapabilities",
+    "GenerationFinished",
+    "GenerationOutput",
+    "GenerationResult",
+    "GuidedDecoding",
+    "GuidedDecodingCapabilities",
+    "GuidedDecodingMode",
+    "HealthCheck",
+    "HealthResponse",
+    "HealthState",
+    "JsonObjectConstraint",
+    "KvEndpoint",
+    "KvEvent",
+    "KvOptions",
+    "KvSessionRef",
+    "LoadInfo",
+    "LogProb",
+    "LogprobCapabilities",
+    "LoraAdapter",
+    "MediaItem",
+    "Modality",
+    "ModelInfo",
+    "ParallelismInfo",
+    "PrefillReady",
+    "PromptOutput",
+    "RankLoadInfo",
+    "ResponseOptions",
+    "SamplingParams",
+    "StopCondition",
+    "StopMatch",
+    "StoppingOptions",
+    "StorageMedium",
+    "Timing",
+    "TokenInfo",
+    "TokenOutput",
+    "Usage",
+]
+
+
+# ---- enums: the contract's names without their prefixes ------------------------------------------
+
+
+class _Name(str, enum.Enum):
+    """An enum whose members are their own lower-case names, so `reason == "stop"` reads well."""
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class EngineRole(_Name):
+    AGGREGATED = "aggregated"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class FinishReason(_Name):
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+
+
+class CandidateTokenSelectionMode(_Name):
+    TOP_N = "top_n"
+    TOKEN_IDS = "token_ids"
+    ALL = "all"
+
+
+class GuidedDecodingMode(_Name):
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    EBNF_GRAMMAR = "ebnf_grammar"
+    STRUCTURAL_TAG = "structural_tag"
+    CHOICE = "choice"
+    JSON_OBJECT = "json_object"
+
+
+class Modality(_Name):
+    IMAGE = "image"
+    VIDEO = "video"
+    AUDIO = "audio"
+
+
+class HealthState(_Name):
+    STARTING = "starting"
+    READY = "ready"
+    DEGRADED = "degraded"
+    DRAINING = "draining"
+    NOT_READY = "not_ready"
+
+
+class AbortStatus(_Name):
+    ABORTED = "aborted"
+    ALREADY_FINISHED = "already_finished"
+
+
+class DrainState(_Name):
+    STARTED = "started"
+    IN_PROGRESS = "in_progress"
+    COMPLETE = "complete"
+
+
+class StorageMedium(_Name):
+    GPU = "gpu"
+    CPU_PINNED = "cpu_pinned"
+    DISK = "disk"
+    EXTERNAL = "external"
+
+
+# ---- requests ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are drawn.
+
+    temperature: finite, >= 0; 0 is greedy.  top_p: (0, 1].  top_k: >= 1, or 0 / -1 for off.
+    min_p: [0, 1].  frequency_penalty, presence_penalty: [-2, 2], over output tokens.
+    repetition_penalty: > 0, over prompt and output tokens.  seed: 0 <= seed < 2**64.
+    num_sequences: >= 1 outputs drawn independently from one prompt.
+    Order: penalties, temperature, top_k, top_p, min_p.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    num_sequences: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopCondition:
+    """Exactly one of a stop text (not empty) or a stop token id."""
+
+    stop_text: str | None = None
+    stop_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoppingOptions:
+    """When an output ends. `max_tokens=None` means to the end of the context; 0 runs the prompt only.
+
+    Before `min_tokens` tokens no EOS, stop token or stop text ends the output.
+    `include_stop_in_output` keeps a matched stop in the output (absent: cut off).
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    conditions: tuple[StopCondition, ...] = ()
+    ignore_eos: bool | None = None
+    include_stop_in_output: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AllCandidates:
+    """Selects the whole vocabulary."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CandidateTokenSelection:
+    """Which candidates to report at each position; exactly one of the three."""
+
+    top_n: int | None = None
+    token_ids: tuple[int, ...] | None = None
+    all: AllCandidates | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseOptions:
+    """What is returned beside the text. A selection implies its `return_*_logprobs`.
+
+    Logprobs are the model's raw log-softmax, before penalties, temperature and truncation.
+    `prompt_logprob_start`: prompt tokens before it are listed without a logprob.
+    """
+
+    return_prompt_logprobs: bool | None = None
+    prompt_candidates: CandidateTokenSelection | None = None
+    return_output_logprobs: bool | None = None
+    output_candidates: CandidateTokenSelection | None = None
+    prompt_logprob_start: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvEndpoint:
+    host: str
+    port: int
+    protocol: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvSessionRef:
+    """Names KV state that a prefill engine holds for a decode engine."""
+
+    session_id: str
+    transfer_backend: str = ""
+    endpoints: tuple[KvEndpoint, ...] = ()
+    dp_rank: int = 0
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvOptions:
+    """`bypass_prefix_cache` reuses nothing but still caches what it computes; `cache_salt` (not empty) is part of the cache key."""
+
+    session: KvSessionRef | None = None
+    data_parallel_rank: int | None = None
+    bypass_prefix_cache: bool | None = None
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceConstraint:
+    choices: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class JsonObjectConstraint:
+    """Any one JSON object."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuidedDecoding:
+    """Exactly one guide. `backend` empty is the default."""
+
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf_grammar: str | None = None
+    structural_tag: str | None = None
+    choice: ChoiceConstraint | None = None
+    json_object: JsonObjectConstraint | None = None
+    backend: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaItem:
+    """One image, video or audio input with exactly one source."""
+
+    modality: Modality | None = None
+    url: str | None = None
+    data_uri: str | None = None
+    raw_bytes: bytes | None = None
+    mime_type: str = ""
+    uuid: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """One generation. Exactly one of `prompt` (text) and `token_ids`.
+
+    In process `request_id=None` becomes a fresh UUID and `model=None` the engine's model.
+    `priority`: larger runs first. `metadata` is free-form and changes nothing.
+    """
+
+    prompt: str | None = None
+    token_ids: Sequence[int] | None = None
+    request_id: str | None = None
+    model: str | None = None
+    sampling: SamplingParams = SamplingParams()
+    stopping: StoppingOptions = StoppingOptions()
+    response: ResponseOptions = ResponseOptions()
+    kv: KvOptions = KvOptions()
+    guided: GuidedDecoding | None = None
+    media: tuple[MediaItem, ...] = ()
+    lora_name: str | None = None
+    priority: int | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+# ---- what comes back -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LogProb:
+    """One candidate at one position. `rank` is 1 for the most likely token."""
+
+    token_id: int
+    logprob: float
+    token: str
+    rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenInfo:
+    """One prompt or output token: its id, text and, when asked for, raw logprob, rank and candidates."""
+
+    token_id: int
+    token: str
+    logprob: float | None = None
+    rank: int | None = None
+    candidates: Sequence[LogProb] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts over all outputs of a request; the prompt counts once."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    cached_prompt_tokens: int | None = None
+    reasoning_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopMatch:
+    """What ended an output: exactly one is set."""
+
+    stop_token_id: int | None = None
+    stop_text: str | None = None
+    eos_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptOutput:
+    """The prompt's tokens; at most once, before any output token."""
+
+    tokens: Sequence[TokenInfo]
+
+    @property
+    def text(self) -> str:
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """New tokens and new text of one output, never cumulative."""
+
+    output_index: int
+    tokens: tuple[TokenInfo, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillReady:
+    """A prefill engine's terminal success: decode may attach."""
+
+    kv_session: KvSessionRef
+    usage: Usage | None = None
+
+    @property
+    def text(self) -> str:
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationFinished:
+    """The end of one output. `usage` is set on the request's last event only."""
+
+    output_index: int
+    reason: FinishReason
+    message: str = ""
+    stop_match: StopMatch | None = None
+    usage: Usage | None = None
+
+    @property
+    def text(self) -> str:
+        return ""
+
+
+GenerateEvent = PromptOutput | TokenOutput | PrefillReady | GenerationFinished
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds: waiting for a slot, submission to first token, and between later tokens on average."""
+
+    queue_s: float
+    time_to_first_token_s: float | None
+    time_per_token_s: float | None
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class GenerationOutput:
+    """One of a request's `num_sequences` outputs."""
+
+    index: int
+    text: str
+    tokens: tuple[TokenInfo, ...]
+    finish_reason: FinishReason | None
+    stop_match: StopMatch | None = None
+    parsed: Any = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token.token_id for token in self.tokens]
+
+    @property
+    def logprobs(self) -> np.ndarray | None:
+        """float32 [len(tokens)] raw logprobs, or None when they were not asked for."""
+        if not self.tokens or self.tokens[0].logprob is None:
+            return None
+        return np.array([token.logprob for token in self.tokens], dtype=np.float32)
+
+    def __repr__(self) -> str:
+        return f"GenerationOutput({_short(self.text)}, {len(self.tokens)} tokens, {self.finish_reason})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class GenerationResult:
+    """Everything one request produced. Scalar properties read the first output.
+
+    `sampling` and `stopping` are the effective parameters. `error` is set only in batch calls with
+    `on_error="return"`; then there are no outputs.
+    """
+
+    request_id: str
+    outputs: tuple[GenerationOutput, ...] = ()
+    prompt: Sequence[TokenInfo] | None = None
+    usage: Usage | None = None
+    timing: Timing | None = None
+    sampling: SamplingParams | None = None
+    stopping: StoppingOptions | None = None
+    kv_session: KvSessionRef | None = None
+    error: OpenEngineError | None = None
+
+    def _first(self) -> GenerationOutput:
+        if not self.outputs:
+            raise self.error or InvalidArgument(f"request {self.request_id} has no output; see its kv_session")
+        return self.outputs[0]
+
+    @property
+    def text(self) -> str:
+        return self._first().text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self._first().token_ids
+
+    @property
+    def tokens(self) -> tuple[TokenInfo, ...]:
+        return self._first().tokens
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self._first().finish_reason
+
+    @property
+    def stop_match(self) -> StopMatch | None:
+        return self._first().stop_match
+
+    @property
+    def logprobs(self) -> np.ndarray | None:
+        return self._first().logprobs
+
+    @property
+    def parsed(self) -> Any:
+        return self._first().parsed
+
+    def to_dict(self) -> dict[str, Any]:
+        """One flat row of plain values, as a pandas DataFrame takes it."""
+        row: dict[str, Any] = {"request_id": self.request_id, "text": None, "finish_reason": None}
+        if self.outputs:
+            first = self.outputs[0]
+            row["text"] = first.text
+            row["token_ids"] = first.token_ids
+            row["finish_reason"] = str(first.finish_reason)
+            row["logprobs"] = None if first.logprobs is None else first.logprobs.tolist()
+            row["parsed"] = first.parsed
+        if self.usage is not None:
+            row.update(dataclasses.asdict(self.usage))
+            del row["reasoning_tokens"]
+        if self.timing is not None:
+            row.update(dataclasses.asdict(self.timing))
+        row["error"] = None if self.error is None else self.error.message
+        return row
+
+    def __repr__(self) -> str:
+        if self.error is not None:
+            return f"GenerationResult(error={_short(self.error.message)})"
+        if not self.outputs:
+            return f"GenerationResult(kv_session={self.kv_session!r})"
+        more = f", {len(self.outputs)} outputs" if len(self.outputs) > 1 else ""
+        return f"GenerationResult({_short(self.text)}, {len(self.tokens)} tokens, {self.finish_reason}{more})"
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 60 else text[:57] + "…")
+
+
+# ---- discovery, health, load ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelismInfo:
+    tensor_parallel_size: int | None = None
+    pipeline_parallel_size: int | None = None
+    data_parallel_size: int | None = None
+    data_parallel_rank: int | None = None
+    data_parallel_start_rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """Who serves. `attributes` adds what the contract has no field for: device, dtype, kernels, memory."""
+
+    engine_name: str
+    engine_version: str
+    role: EngineRole
+    instance_id: str
+    supported_models: tuple[str, ...]
+    parallelism: ParallelismInfo
+    schema_revision: int
+    minimum_client_revision: int
+    schema_release: str
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogprobCapabilities:
+    supported: bool | None = None
+    candidate_selection_modes: tuple[CandidateTokenSelectionMode, ...] = ()
+    max_top_n: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuidedDecodingCapabilities:
+    supported: bool | None = None
+    modes: tuple[GuidedDecodingMode, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationCapabilities:
+    prompt_logprobs: LogprobCapabilities | None = None
+    output_logprobs: LogprobCapabilities | None = None
+    guided_decoding: GuidedDecodingCapabilities | None = None
+    max_num_sequences: int | None = None
+    supports_priority: bool | None = None
+    supports_stop_in_output: bool | None = None
+    supports_cache_salt: bool | None = None
+    supports_prefix_cache_bypass: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What is served and what it can do. Sizes in tokens and blocks."""
+
+    model_id: str
+    served_model_name: str
+    served_model_aliases: tuple[str, ...] = ()
+    max_context_length: int | None = None
+    max_output_tokens: int | None = None
+    kv_block_size: int | None = None
+    total_kv_blocks: int | None = None
+    max_running_requests: int | None = None
+    max_batched_tokens: int | None = None
+    tokenizer_modes: tuple[str, ...] = ()
+    supports_text_input: bool | None = None
+    supports_token_ids_input: bool | None = None
+    generation: GenerationCapabilities | None = None
+    supports_lora: bool | None = None
+    supports_multimodal: bool | None = None
+    reasoning_parser: str = ""
+    tool_call_parser: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLoadInfo:
+    data_parallel_rank: int | None = None
+    running_requests: int | None = None
+    queued_requests: int | None = None
+    used_kv_blocks: int | None = None
+    total_kv_blocks: int | None = None
+    prefill_batch_size: int | None = None
+    decode_batch_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadInfo:
+    """A point-in-time snapshot of the scheduler."""
+
+    instance_id: str = ""
+    timestamp_unix_nanos: int | None = None
+    running_requests: int | None = None
+    queued_requests: int | None = None
+    active_kv_sessions: int | None = None
+    used_kv_blocks: int | None = None
+    total_kv_blocks: int | None = None
+    running_tokens: int | None = None
+    waiting_tokens: int | None = None
+    prefill_batch_size: int | None = None
+    decode_batch_size: int | None = None
+    ranks: tuple[RankLoadInfo, ...] = ()
+    attributes: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class HealthCheck:
+    name: str
+    state: HealthState
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class HealthResponse:
+    state: HealthState
+    checks: tuple[HealthCheck, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AbortResponse:
+    status: AbortStatus
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DrainResponse:
+    """One report of a drain. Counts: None is unknown, 0 is none left."""
+
+    state: DrainState
+    in_flight_requests: int | None = None
+    open_kv_sessions: int | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraAdapter:
+    lora_id: int
+    lora_name: str
+    source_path: str
+
+
+# ---- KV events -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockStored:
+    """Full blocks that entered the prefix cache, in chain order. Hashes are 32 bytes."""
+
+    block_hashes: tuple[bytes, ...]
+    parent_block_hash: bytes | None
+    token_ids: tuple[int, ...]
+    block_size: int
+    lora_id: int | None = None
+    lora_name: str | None = None
+    medium: StorageMedium = StorageMedium.GPU
+    extra_keys: tuple[tuple[str, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockRemoved:
+    """Blocks that left the prefix cache."""
+
+    block_hashes: tuple[bytes, ...]
+    medium: StorageMedium = StorageMedium.GPU
+
+
+@dataclass(frozen=True, slots=True)
+class AllBlocksCleared:
+    """Everything stored before is gone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvEvent:
+    """`request_id` is the request that caused it, where there is one."""
+
+    event: BlockStored | BlockRemoved | AllBlocksCleared
+    request_id: str = ""
+
+
+# ---- validation that needs no model --------------------------------------------------------------
+
+_UINT32_MAX = 2**32 - 1
+_UINT64_MAX = 2**64 - 1
+_INT32_MAX = 2**31 - 1
+
+
+def validate_request(request: GenerateRequest) -> None:
+    """Check every field of `request` that can be judged without a model.
+
+    Raises InvalidArgument naming the field, its value and its range (SMP-02..11, STP-06/07,
+    LGP-07/16, KVO-04, GEN-03/04).
+    """
+    if (request.prompt is None) == (request.token_ids is None):
+        raise InvalidArgument("a request takes exactly one of prompt and token_ids; pass text or ids, not both")
+    _validate_sampling(request.sampling)
+    _validate_stopping(request.stopping)
+    _validate_response(request.response)
+    if request.kv.cache_salt == "":
+        raise InvalidArgument("cache_salt is empty; leave it out to share the cache, or give a non-empty salt")
+    _check_type("cache_salt", request.kv.cache_salt, str)
+    _check_type("bypass_prefix_cache", request.kv.bypass_prefix_cache, bool)
+    _check_integer("priority", request.priority, -_INT32_MAX - 1, _INT32_MAX)
+
+
+def _validate_sampling(sampling: SamplingParams) -> None:
+    _check_number("temperature", sampling.temperature, "finite and >= 0", lambda v: v >= 0)
+    _check_number("top_p", sampling.top_p, "in (0, 1]", lambda v: 0 < v <= 1)
+    _check_integer("top_k", sampling.top_k, -1, _INT32_MAX, note="; 0 and -1 switch it off")
+    _check_number("min_p", sampling.min_p, "in [0, 1]", lambda v: 0 <= v <= 1)
+    _check_number("frequency_penalty", sampling.frequency_penalty, "in [-2, 2]", lambda v: -2 <= v <= 2)
+    _check_number("presence_penalty", sampling.presence_penalty, "in [-2, 2]", lambda v: -2 <= v <= 2)
+    _check_number("repetition_penalty", sampling.repetition_penalty, "finite and > 0", lambda v: v > 0)
+    _check_integer("seed", sampling.seed, 0, _UINT64_MAX)
+    _check_integer("num_sequences", sampling.num_sequences, 1, _UINT32_MAX)
+
+
+def _validate_stopping(stopping: StoppingOptions) -> None:
+    _check_integer("max_tokens", stopping.max_tokens, 0, _UINT32_MAX)
+    _check_integer("min_tokens", stopping.min_tokens, 0, _UINT32_MAX)
+    _check_type("ignore_eos", stopping.ignore_eos, bool)
+    _check_type("include_stop_in_output", stopping.include_stop_in_output, bool)
+    if stopping.max_tokens is not None and (stopping.min_tokens or 0) > stopping.max_tokens:
+        raise InvalidArgument(
+            f"min_tokens {stopping.min_tokens} exceeds max_tokens {stopping.max_tokens}; lower one or raise the other"
+        )
+    for index, condition in enumerate(stopping.conditions):
+        if (condition.stop_text is None) == (condition.stop_token_id is None):
+            raise InvalidArgument(f"stop condition {index} takes exactly one of stop_text and stop_token_id")
+        _check_type(f"stop condition {index}: stop_text", condition.stop_text, str)
+        _check_integer(f"stop condition {index}: stop_token_id", condition.stop_token_id, 0, _UINT32_MAX)
+        if condition.stop_text == "":
+            raise InvalidArgument(f"stop condition {index} has an empty stop_text; it would match everywhere")
+
+
+def _validate_response(response: ResponseOptions) -> None:
+    _check_type("return_prompt_logprobs", response.return_prompt_logprobs, bool)
+    _check_type("return_output_logprobs", response.return_output_logprobs, bool)
+    _check_integer("prompt_logprob_start", response.prompt_logprob_start, 0, _UINT32_MAX)
+    for name in ("prompt", "output"):
+        selection = getattr(response, f"{name}_candidates")
+        if selection is None:
+            continue
+        if getattr(response, f"return_{name}_logprobs") is False:
+            raise InvalidArgument(f"{name}_candidates contradicts return_{name}_logprobs=False; drop one of them")
+        variants = [v for v in (selection.top_n, selection.token_ids, selection.all) if v is not None]
+        if len(variants) != 1:
+            raise InvalidArgument(f"{name}_candidates takes exactly one of top_n, token_ids and all")
+        _check_integer(f"{name}_candidates: top_n", selection.top_n, 0, _UINT32_MAX)
+        if selection.token_ids is not None and not selection.token_ids:
+            raise InvalidArgument(f"{name}_candidates has an empty token_ids selection; name at least one id")
+
+
+def _check_type(name: str, value: object, kind: type) -> None:
+    if value is not None and not isinstance(value, kind):
+        raise InvalidArgument(f"{name} must be a {kind.__name__}, not {value!r}")
+
+
+def _check_number(name: str, value: object, rule: str, accepts) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise InvalidArgument(f"{name} must be a number {rule}, not {value!r}")
+    if not math.isfinite(value) or not accepts(value):
+        raise InvalidArgument(f"{name} must be {rule}, not {value!r}")
+
+
+def _check_integer(name: str, value: object, low: int, high: int, *, note: str = "") -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise InvalidArgument(f"{name} must be an integer, not {value!r}")
+    if not low <= value <= high:
+        raise InvalidArgument(f"{name} must be between {low} and {high}{note}, not {value!r}")
+
+
+def stop_texts(stopping: StoppingOptions) -> Iterator[str]:
+    """The caller's stop texts, in order."""
+    return (c.stop_text for c in stopping.conditions if c.stop_text is not None)
+
+
+def stop_token_ids(stopping: StoppingOptions) -> Iterator[int]:
+    """The caller's stop token ids, in order."""
+    return (c.stop_token_id for c in stopping.conditions if c.stop_token_id is not None)
