@@ -225,7 +225,10 @@ class WindowTable(TokenTable):
         special: dict[int, str],
     ) -> None:
         self._decode = decode
-        self._anchor = next((i for i in range(size) if i not in special and decode([i], True)), 0)
+        ordinary = [i for i in range(size) if i not in special and decode([i], True)]
+        # Mid-text means after a finished word where the decoder knows words: two of it are not run together.
+        separate = (i for i in ordinary if decode([i, i], True) != 2 * decode([i], True))
+        self._anchor = next(separate, ordinary[0] if ordinary else 0)
         super().__init__(
             lambda token_id: "", TokenSpelling(str.encode, False, False), size=size, special=special, added={}
         )
@@ -329,4 +332,3 @@ def _incomplete_tail(table: TokenTable, special: dict[int, str], prompt_ids: Seq
 
 def _starts_anew(tail: bytes, data: bytes) -> bool:
     return codecs.utf_8_decode(tail + data[:1], "replace", False)[0].startswith("\ufffd")
-

@@ -83,6 +83,11 @@ class HuggingFaceVocabulary:
             return self._ordinary
 
 
+# Other classes have these flags in their config too, and go by the post-processor alone.
+_CLASSES_WITH_FLAGS = frozenset(
+    {"LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CohereTokenizer", "GPTNeoXTokenizer"}
+)
+
 _PIPELINE = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 
 
@@ -122,20 +127,27 @@ def _add_tokens(backend: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
                 f"{files.directory}: token {flags.content!r} has id {token_id} in the tokenizer's config "
                 f"and {actual} in its vocabulary; the files do not belong together"
             )
-    for text in dict.fromkeys((*files.named.values(), *files.extra_special)):
+    for text in files.named.values():
         token = present.get(text, AddedToken(text, normalized=False))
         if not token.special:
-            backend.add_special_tokens([AddedToken(text, **{**_flags(token), "special": True})])
+            token = AddedToken(text, **{**_flags(token), "special": True})
+            backend.add_special_tokens([token])
+            present[text] = token
+    # The vocabulary file's word on a token stands; the list only adds what is missing.
+    missing = dict.fromkeys(text for text in files.extra_special if text not in present)
+    backend.add_special_tokens([AddedToken(text, normalized=False) for text in missing])
 
 
 def _follow_bos_eos_flags(backend: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
-    """Bring the post-processor in line with add_bos_token and add_eos_token where the config states them.
+    """Bring the post-processor in line with add_bos_token and add_eos_token, for the classes that read them.
 
     Left alone when it already does what they say, since it may add more than these two.
     """
+    if str(files.config.get("tokenizer_class")).removesuffix("Fast") not in _CLASSES_WITH_FLAGS:
+        return
     bos, eos = files.named.get("bos_token"), files.named.get("eos_token")
     sample = backend.encode("a", add_special_tokens=True)
-    first, last = (sample.tokens[end] if sample.special_tokens_mask[end] else None for end in (0, -1))
+    first, last = (sample.tokens[end] if any(sample.special_tokens_mask[end:][:1]) else None for end in (0, -1))
     has_bos, has_eos = bos is not None and bos == first, eos is not None and eos == last
     wants_bos, wants_eos = files.flag("add_bos_token"), files.flag("add_eos_token")
     wants_bos = has_bos if wants_bos is None or bos is None else wants_bos

@@ -35,6 +35,7 @@ from openengine.errors import (
     PreconditionFailed,
     RequestNotFound,
 )
+from openengine.ops import sampling
 from openengine.ops.sampling import TokenScores
 from openengine.types import (
     AbortStatus,
@@ -336,7 +337,7 @@ class EngineLoop:
     def _emit_prompt(self, group: SequenceGroup) -> None:
         if group.score_start is None:
             return
-        scores = TokenScores.concatenate(group.prompt_scores)
+        scores = sampling.concatenate(group.prompt_scores)
         group.prompt_scores = []
         self._emit(group, PromptOutput(PromptTokens(group.prompt_ids, self._token_text, group.score_start, scores)))
 

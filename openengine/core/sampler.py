@@ -151,6 +151,8 @@ class Sampler:
         logits: f32[L, V], left unchanged.  rows, slots: i64[S]; a row may serve several slots, a slot comes once.
         mask: i32[S, ceil(V / 32)] by pair, bit t % 32 of word t // 32 allows token t; all ones where there is no guide.
         """
+        if not len(slots):
+            return SampledBatch(np.empty(0, np.int64), np.empty(0, np.bool_), None)
         state = self._slots[slots]
         if len(rows) != len(logits) or (rows != np.arange(len(rows))).any():
             logits = logits.index_select(0, self._tensor(rows))
@@ -204,12 +206,11 @@ class Sampler:
     def _draw(self, logits: Tensor, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Token ids i64[S] and failures bool[S]; one wait for the device, and another for each retry of a wide nucleus."""
         groups = [np.flatnonzero(state["draw"] == kind) for kind in np.unique(state["draw"])]
-        drawn = np.zeros((3, len(state)), np.int64)
-        if groups:
-            parts = [self._draw_group(logits, state, members, 0) for members in groups]
-            drawn[:, np.concatenate(groups)] = torch.cat(parts, 1).cpu().numpy()
+        drawn = np.empty((3, len(state)), np.int64)
+        parts = [self._draw_group(logits, state, members, 0) for members in groups]
+        drawn[:, np.concatenate(groups)] = torch.cat(parts, 1).cpu().numpy()
         for attempt, most_rows in ((1, len(state)), (2, _MAX_SORTED_ROWS)):
-            unfit = np.flatnonzero(drawn[1] & ~drawn[2])
+            unfit = np.flatnonzero((drawn[1] == 1) & (drawn[2] == 0))
             for start in range(0, unfit.size, most_rows):
                 members = unfit[start : start + most_rows]
                 drawn[:, members] = self._draw_group(logits, state, members, attempt).cpu().numpy()

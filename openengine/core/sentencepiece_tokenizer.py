@@ -18,13 +18,10 @@ from openengine.errors import InvalidArgument, UnsupportedFeature
 
 __all__ = ["SentencePieceVocabulary", "find_sentencepiece_model", "load_sentencepiece"]
 
-_SPACE = "▁"
 _MODEL_NAMES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model")
 
 # Classes whose ids are the model file's own ids. Others (XLM-R, Camembert, mBART, …) shift or reorder them.
-_PLAIN_CLASSES = frozenset(
-    {"LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "T5Tokenizer", "PreTrainedTokenizer", "TokenizersBackend"}
-)
+_PLAIN_CLASSES = frozenset({"LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "T5Tokenizer"})
 
 # ModelProto.normalizer_spec (field 3) { add_dummy_prefix (field 3): false }. Protobuf merges a message that is
 # appended to another and the last value wins, so this switches the prefix off without a protobuf library.
@@ -80,7 +77,10 @@ class SentencePieceVocabulary:
     def encode_with_spans(
         self, text: str, *, add_special: bool, parse_special: bool
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids, and the span of characters that each comes from; tokens from no text have (0, 0)."""
+        """Ids, and the span of characters that each comes from; tokens from no text have (0, 0).
+
+        Raises: UnsupportedFeature where the model rewrites the text, so that places in it cannot be told.
+        """
         ids: list[int] = []
         spans: list[tuple[int, int]] = []
         for start, part, token_id in self._parts(text, parse_special):
@@ -88,9 +88,9 @@ class SentencePieceVocabulary:
                 ids.append(token_id)
                 spans.append((start, start + len(part)))
                 continue
-            pieces = self._processor_at(start).encode(part, out_type="immutable_proto").pieces
-            ids += [piece.id for piece in pieces]
-            spans += [(start + piece.begin, start + piece.end) for piece in pieces]
+            part_ids = self._processor_at(start).encode(part)
+            ids += part_ids
+            spans += [(start + first, start + last) for first, last in self._spans_of(part, part_ids)]
         if not add_special:
             return ids, spans
         return [*self._bos, *ids, *self._eos], [*[(0, 0)] * len(self._bos), *spans, *[(0, 0)] * len(self._eos)]
@@ -121,6 +121,19 @@ class SentencePieceVocabulary:
     def _processor_at(self, start: int) -> Any:
         return self._first if start == 0 else self._later
 
+    def _spans_of(self, part: str, ids: list[int]) -> list[tuple[int, int]]:
+        """Spans by the tokens' own bytes, which are the text's unless the model normalizes it."""
+        char_of = [index for index, char in enumerate(part) for _ in range(len(char.encode()))]
+        pieces = [self.table.bytes_of(i) for i in ids]
+        prefix = len(b"".join(pieces)) - len(char_of)  # the space before the first word, or nothing
+        if b"".join(pieces) != b" " * prefix + part.encode():
+            raise UnsupportedFeature("offsets are not available: this SentencePiece model normalizes its input")
+        spans, at = [], -prefix
+        for piece in pieces:
+            first, at = max(at, 0), at + len(piece)
+            spans.append((char_of[first], char_of[at - 1] + 1) if at > first else (0, 0))
+        return spans
+
     def _make_table(self) -> TokenTable:
         processor, size = self._first, self._first.get_piece_size()
 
@@ -129,14 +142,11 @@ class SentencePieceVocabulary:
                 return text
             return processor.id_to_piece(token_id) if token_id < size else None
 
-        adds_prefix = processor.encode("a", out_type=str)[:1] != self._bare_first_piece()
+        bare = self._later if not self._legacy else _processor(processor.serialized_model_proto() + _NO_DUMMY_PREFIX)
+        adds_prefix = processor.encode("a") != bare.encode("a")
         has_bytes = any(processor.is_byte(i) for i in range(size))
         spelling = sentencepiece_spelling(byte_fallback=has_bytes, strips_leading_space=adds_prefix)
         return TokenTable(piece, spelling, size=self.size, special=self.special_tokens, added=self._added)
-
-    def _bare_first_piece(self) -> list[str]:
-        bare = self._later if not self._legacy else _processor(self._first.serialized_model_proto() + _NO_DUMMY_PREFIX)
-        return bare.encode("a", out_type=str)[:1]
 
 
 def find_sentencepiece_model(directory: Path) -> Path | None:

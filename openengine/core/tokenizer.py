@@ -121,9 +121,9 @@ class Tokenizer:
         Raises: InvalidArgument when `text` is not a str or holds lone surrogates.
         """
         _check_text(text)
-        return self.vocabulary.encode_batch(
-            [text], add_special=add_special_tokens, parse_special=parse_special_tokens
-        )[0]
+        return self.vocabulary.encode_batch([text], add_special=add_special_tokens, parse_special=parse_special_tokens)[
+            0
+        ]
 
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool = True, parse_special_tokens: bool = True

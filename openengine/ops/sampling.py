@@ -15,6 +15,7 @@ Shapes: S rows, V vocabulary, K candidates. Candidates are in canonical order: l
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,7 @@ __all__ = [
     "TokenScores",
     "apply_bitmask_",
     "argmax",
+    "concatenate",
     "draw",
     "draw_candidates",
     "draw_nucleus",
@@ -325,6 +327,14 @@ class TokenScores:
         )
 
 
+def concatenate(parts: Sequence[TokenScores]) -> TokenScores:
+    """Join the scores of consecutive tokens; all parts have candidates or none has. No parts give N = 0."""
+    if not parts:
+        return TokenScores(np.empty(0, np.float32), np.empty(0, np.int64))
+    columns = ([getattr(part, field.name) for part in parts] for field in dataclasses.fields(TokenScores))
+    return TokenScores(*(None if column[0] is None else np.concatenate(column) for column in columns))
+
+
 def score_tokens(
     logits: Tensor,
     targets: Tensor,
@@ -371,7 +381,7 @@ def _score_rows(
 
     def store(values: Tensor, into: np.ndarray) -> None:
         # In this order no rounding makes a logprob positive: both terms are <= 0.
-        into[rows] = ((values - best) - log_mass).reshape(-1, *into.shape[1:]).cpu().numpy()
+        into[rows] = ((values - best) - log_mass).reshape(into[rows].shape).cpu().numpy()
 
     chosen = logits.gather(1, targets.unsqueeze(-1))
     store(chosen, scores.logprobs)

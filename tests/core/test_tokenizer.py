@@ -1,4 +1,4 @@
-"""Tokenizers of every kind, trained here on a few sentences; nothing is read from disk or network but what is written."""
+"""Tokenizers of every kind, trained here on a few sentences."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from openengine.core.gguf_tokenizer import PRE_TOKENIZERS
 from openengine.core.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_gguf
@@ -45,9 +45,10 @@ def byte_level() -> tokenizers.Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    backend.train_from_iterator(
-        CORPUS, trainers.BpeTrainer(vocab_size=420, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=420, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
+    backend.train_from_iterator(CORPUS, trainer)
     backend.add_tokens([AddedToken("<think>", normalized=False), AddedToken("é!", normalized=False)])
     return backend
 
@@ -83,7 +84,9 @@ def word_suffix() -> tokenizers.Tokenizer:
 
 def word_level() -> tokenizers.Tokenizer:
     words = sorted({word for text in CORPUS for word in text.split()})
-    backend = tokenizers.Tokenizer(models.WordLevel({w: i for i, w in enumerate([*SPECIAL, *words])}, unk_token="<unk>"))
+    backend = tokenizers.Tokenizer(
+        models.WordLevel({w: i for i, w in enumerate([*SPECIAL, *words])}, unk_token="<unk>")
+    )
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.add_special_tokens(SPECIAL)
     return backend
@@ -116,7 +119,8 @@ def byte_gguf(backend, pre="gpt-2", **keys):
 def sentencepiece_gguf(processor, **keys):
     ids = range(processor.get_piece_size())
     kinds = [
-        2 if processor.is_unknown(i) else 3 if processor.is_control(i) else 6 if processor.is_byte(i) else 1 for i in ids
+        2 if processor.is_unknown(i) else 3 if processor.is_control(i) else 6 if processor.is_byte(i) else 1
+        for i in ids
     ]
     return {
         "tokenizer.ggml.model": "llama",
@@ -170,7 +174,16 @@ def kinds(tmp_path_factory, sp_model, processor) -> dict[str, Tokenizer]:
     return made
 
 
-KINDS = ("byte_level", "unigram", "wordpiece", "word_suffix", "word_level", "sentencepiece", "gguf_bytes", "gguf_scores")
+KINDS = (
+    "byte_level",
+    "unigram",
+    "wordpiece",
+    "word_suffix",
+    "word_level",
+    "sentencepiece",
+    "gguf_bytes",
+    "gguf_scores",
+)
 REVERSIBLE = ("byte_level", "sentencepiece", "gguf_bytes", "gguf_scores")
 
 
@@ -267,7 +280,8 @@ def test_tok_11_offsets_are_ordered_byte_ranges_of_the_text(kinds, name):
 
 
 def test_offset_of_a_token_that_comes_from_no_text_is_empty_and_in_order(tmp_path):
-    tokenizer = load_tokenizer(write(tmp_path, byte_level(), add_bos_token=True, add_eos_token=True))
+    flags = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "add_eos_token": True}
+    tokenizer = load_tokenizer(write(tmp_path, byte_level(), **flags))
     _, offsets = tokenizer.encode_with_offsets("the")
     assert offsets[0] == (0, 0) and offsets[-1] == (3, 3)
 
@@ -277,17 +291,18 @@ def test_offset_of_a_token_that_comes_from_no_text_is_empty_and_in_order(tmp_pat
 
 @pytest.mark.parametrize(("bos", "eos"), [(True, True), (True, False), (False, True), (False, False)])
 def test_config_flags_decide_about_bos_and_eos(tmp_path, bos, eos):
-    tokenizer = load_tokenizer(write(tmp_path, byte_level(), add_bos_token=bos, add_eos_token=eos))
+    flags = {"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": bos, "add_eos_token": eos}
+    tokenizer = load_tokenizer(write(tmp_path, byte_level(), **flags))
     plain = tokenizer.encode("the", add_special_tokens=False)
     assert tokenizer.encode("the") == [1] * bos + plain + [2] * eos
     assert tokenizer.adds_bos is bos
 
 
-def test_post_processor_of_the_file_stays_where_the_config_is_silent(tmp_path):
+def test_post_processor_of_the_file_stays_where_the_config_has_no_say(tmp_path):
     backend = byte_level()
     backend.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 2)])
-    tokenizer = load_tokenizer(write(tmp_path, backend, add_bos_token=False))
-    assert tokenizer.encode("the")[-1] == 2
+    for flags in ({"tokenizer_class": "LlamaTokenizer", "add_bos_token": False}, {"add_eos_token": False}):
+        assert load_tokenizer(write(tmp_path, backend, **flags)).encode("the")[-1] == 2
 
 
 def test_sentencepiece_adds_bos_unless_the_config_says_otherwise(tmp_path, sp_model):
@@ -317,10 +332,17 @@ def test_only_legacy_sentencepiece_puts_a_space_after_a_special_token(tmp_path, 
 
 
 def test_named_special_tokens_are_special_even_when_the_vocabulary_file_forgets(tmp_path):
-    directory = write(tmp_path, byte_level(), additional_special_tokens=["<think>"])
-    tokenizer = load_tokenizer(directory)
+    tokenizer = load_tokenizer(write(tmp_path, byte_level(), eos_token="<think>"))
     assert "<think>" in tokenizer.special_tokens.values()
     assert tokenizer.decode(tokenizer.encode("a<think>b")) == "ab"
+
+
+def test_listed_special_tokens_are_added_where_missing_and_else_stay_what_they_are(tmp_path):
+    size = byte_level().get_vocab_size()
+    listed = ["<think>", "<more>"]
+    tokenizer = load_tokenizer(write(tmp_path, byte_level(), additional_special_tokens=listed))
+    assert tokenizer.encode("<more>") == [size] and tokenizer.special_tokens[size] == "<more>"
+    assert tokenizer.decode(tokenizer.encode("a<think>b<more>")) == "a<think>b"
 
 
 def test_tokens_of_the_config_extend_the_vocabulary(tmp_path):
@@ -390,16 +412,9 @@ def test_every_pre_tokenizer_loses_no_text(pre):
     ],
 )
 def test_pre_tokenizer_splits_at_the_places_its_vocabulary_was_trained_on(pre, pieces):
-    text, pos, pretokenizer = "I'll pay 2024   x!!", 0, []
-    # Every possible piece is one token of this vocabulary if no split separates its parts.
-    from tokenizers import Regex
-
-    steps = [pre_tokenizers.Split(Regex(p), behavior="isolated") for p in PRE_TOKENIZERS[pre]]
-    for piece, (start, end) in pre_tokenizers.Sequence(steps).pre_tokenize_str(text):
-        assert start == pos
-        pos = end
-        pretokenizer.append(piece)
-    assert pretokenizer == pieces
+    steps = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in PRE_TOKENIZERS[pre]]
+    split = pre_tokenizers.Sequence(steps).pre_tokenize_str("I'll pay 2024   x!!")
+    assert [piece for piece, _ in split] == pieces
 
 
 def test_gguf_bos_follows_the_file_and_else_the_kind(processor):
@@ -434,7 +449,9 @@ def test_token_text_is_literal_for_special_tokens_and_readable_for_others(kinds)
     assert tokenizer.token_text(3) == "<|im_start|>" and tokenizer.token_bytes(3) == b"<|im_start|>"
     assert [tokenizer.token_text(i) for i in tokenizer.encode("é!<think>")] == ["é!", "<think>"]
     assert tokenizer.token_text(tokenizer.encode("😀")[0]).endswith("\ufffd")
-    assert kinds["sentencepiece"].token_text(kinds["sentencepiece"].encode("the", add_special_tokens=False)[0])[0] == " "
+    assert (
+        kinds["sentencepiece"].token_text(kinds["sentencepiece"].encode("the", add_special_tokens=False)[0])[0] == " "
+    )
 
 
 def test_tok_13_special_text_is_present_only_when_asked_for(kinds):
@@ -485,9 +502,10 @@ def test_streamed_text_equals_decoded_text_for_any_ids(kinds, name, data):
 def test_d2_interleaved_streams_do_not_disturb_each_other(kinds, name, data):
     tokenizer = kinds[name]
     token = st.integers(0, tokenizer.vocab_size - 1)
-    first, second = data.draw(st.lists(st.tuples(token, token), max_size=10).map(lambda pairs: tuple(zip(*pairs)) or ((), ())))
+    pairs = data.draw(st.lists(st.tuples(token, token), max_size=10))
+    first, second = [i for i, _ in pairs], [j for _, j in pairs]
     a, b = tokenizer.detokenizer(), tokenizer.detokenizer()
-    texts = [(a.push(i), b.push(j)) for i, j in zip(first, second)]
+    texts = [(a.push(i), b.push(j)) for i, j in pairs]
     assert "".join(x for x, _ in texts) + a.flush() == streamed(tokenizer, first)
     assert "".join(y for _, y in texts) + b.flush() == streamed(tokenizer, second)
 
@@ -549,14 +567,13 @@ def test_tok_03_fingerprint_is_the_same_for_the_same_files_and_follows_any_chang
     one = load_tokenizer(write(tmp_path / "a", byte_level()))
     assert one.fingerprint == load_tokenizer(tmp_path / "a").fingerprint
     assert one.fingerprint.startswith("sha256:") and len(one.fingerprint) == 71
-    with_bos = load_tokenizer(write(tmp_path / "b", byte_level(), add_bos_token=True))
-    other_special = load_tokenizer(write(tmp_path / "c", byte_level(), additional_special_tokens=["<think>"]))
+    flags = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True}
+    with_bos = load_tokenizer(write(tmp_path / "b", byte_level(), **flags))
+    other_special = load_tokenizer(write(tmp_path / "c", byte_level(), additional_special_tokens=["<more>"]))
     normalized = byte_level()
     normalized.normalizer = normalizers.NFC()
     changed = load_tokenizer(write(tmp_path / "d", normalized))
-    gguf = [
-        tokenizer_from_gguf(sentencepiece_gguf(processor, **keys)) for keys in ({}, {"add_space_prefix": False})
-    ]
+    gguf = [tokenizer_from_gguf(sentencepiece_gguf(processor, **keys)) for keys in ({}, {"add_space_prefix": False})]
     prints = [t.fingerprint for t in (one, with_bos, other_special, changed, *gguf)]
     assert len(set(prints)) == len(prints)
 

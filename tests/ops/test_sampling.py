@@ -133,12 +133,15 @@ def test_smp_12_draws_have_the_right_distribution(params):
     row = rough_logits(60, seed=3)
     probabilities = oracle_probabilities(row, **params)
     counts = np.bincount(draw_many(row, 20_000, **params), minlength=60)
-    possible = probabilities > 0
-    assert not counts[~possible].any()
-    expected = 20_000 * probabilities[possible]
-    chi_square = ((counts[possible] - expected) ** 2 / expected).sum()
-    degrees = possible.sum() - 1
-    assert chi_square < degrees + 5 * np.sqrt(2 * degrees) + 5
+    assert not counts[probabilities == 0].any()
+    # The chi-square approximation needs some 5 expected draws per cell: rarer tokens share one.
+    expected = 20_000 * probabilities
+    rare = expected < 5
+    expected = np.append(expected[~rare], expected[rare].sum() + 1)
+    counts = np.append(counts[~rare], counts[rare].sum() + 1)
+    chi_square = ((counts - expected) ** 2 / expected).sum()
+    degrees = len(counts) - 1
+    assert chi_square < degrees + 4 * np.sqrt(2 * degrees)
 
 
 def test_smp_08_positions_seeds_and_output_indices_are_independent():
