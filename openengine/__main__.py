@@ -174,7 +174,8 @@ def _row(engine: Engine, prompt: str, result: GenerationResult) -> dict[str, Any
 
 
 def _complain(message: str) -> int:
-    print(f"openengine: error: {message}", file=sys.stderr)
+    # One line, whatever a library put into its own message.
+    print(f"openengine: error: {' '.join(message.split())}", file=sys.stderr)
     return 2
 
 

@@ -145,7 +145,7 @@ BYTES = ["<eos>", EMOJI[:1], EMOJI[1:2], EMOJI[2:3], EMOJI[3:], "x", "abc"]
 
 
 def test_d1_the_first_delta_never_repeats_the_prompt(tmp_path):
-    script = follow(6, 1, 2, 3, 4, 5, vocab_size=7)
+    script = follow(1, 2, 3, 4, 5, vocab_size=7)
     with scripted_engine(tmp_path, script, BYTES) as engine:
         events = list(engine.stream([6, 1, 2], max_tokens=3, temperature=0))
     assert "".join(event.text for event in events) == "😀x"

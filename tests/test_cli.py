@@ -215,6 +215,6 @@ def test_an_option_out_of_range_is_one_line_and_exit_2(smollm2, capsys):
     assert err.count("\n") == 1
 
 
-def test_a_text_cut_by_the_default_limit_says_so_on_stderr(smollm2, capsys):
-    assert main(["1 2 3 4 5 6 7", "--model", str(smollm2), "--temperature", "0"]) == 0
+def test_a_text_cut_by_the_limit_says_so_on_stderr(smollm2, capsys):
+    assert main(["1 2 3 4 5 6 7", "--model", str(smollm2), "--temperature", "0", "--max-tokens", "2"]) == 0
     assert "--max-tokens N sets it" in capsys.readouterr().err

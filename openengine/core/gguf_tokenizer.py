@@ -65,12 +65,11 @@ _DEEPSEEK_LLM = (
     r"\p{N}+",
 )
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")
-_DEEPSEEK_V3 = (
-    r"\p{N}{1,3}",
-    _CJK_KANA,
+_DEEPSEEK_V3_WORDS = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
-    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_DEEPSEEK_V3 = (r"\p{N}{1,3}", _CJK_KANA, _DEEPSEEK_V3_WORDS)
 _DIGITS_GPT2 = (r"\p{N}", _GPT2)
 
 PRE_TOKENIZERS: Mapping[str, tuple[str, ...]] = {

@@ -54,7 +54,7 @@ class _Vocabulary(Protocol):
     def identity(self) -> dict[str, Any]: ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Tokenizer:
     """Text to token ids and back. Immutable and safe to use from many threads.
 
@@ -70,6 +70,9 @@ class Tokenizer:
     eot_token_id: int | None = None
     named_tokens: Mapping[str, str] = field(default_factory=dict)
     chat_templates: Mapping[str, str] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"Tokenizer(format={self.format!r}, vocab_size={self.vocab_size})"
 
     @property
     def format(self) -> str:
@@ -155,8 +158,9 @@ class Tokenizer:
     # ---- ids to text
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of `token_ids`; incomplete UTF-8 becomes U+FFFD, ids outside the table nothing.
+        """Text of `token_ids`; ids outside the table give nothing.
 
+        Each incomplete or invalid stretch of UTF-8 becomes one U+FFFD, as in streaming and in `bytes.decode`.
         A vocabulary that writes a space before the first word loses that space here, and only here.
         """
         return self.vocabulary.table.decode(token_ids, skip_special_tokens=skip_special_tokens)

@@ -48,8 +48,7 @@ class _Bucket:
     rows: slice  # in the plan's order
     pages: Tensor  # i64[2 * B * N * blocks], what to gather, keys first
     stale: Tensor | None  # i64, gathered rows past their sequence's end, where anything may lie
-    keys: slice  # of the gathered positions, those that some sequence sees
-    bias: Tensor | None  # [B*N, 1, S], 0 or -inf; None if every sequence sees all of `keys`
+    bias: Tensor | None  # [B*N, 1, S], 0 or -inf; None if every sequence sees all that is gathered
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,17 +164,14 @@ class TorchAttention:
 
         positions = firsts * block_size + np.arange(len(columns) * block_size)
         visible = (positions >= starts) & (positions < ends)
-        used = visible.any(0).nonzero()[0]
-        keys = slice(int(used[0]), int(used[-1]) + 1)
-        visible = visible[:, keys]
         if visible.all():
-            return _Bucket(rows, pages, None, keys, None)
+            return _Bucket(rows, pages, None, None)
         stale = (positions >= ends) & ((positions < (firsts + counts) * block_size) | (counts == 1))
         stale = np.broadcast_to(stale[None, :, None], (2, len(ends), spec.num_kv_heads, positions.shape[1]))
         stale = torch.from_numpy(stale.ravel().nonzero()[0]).to(spec.device)
-        bias = torch.zeros(visible.shape, dtype=self._dtype(spec.dtype, spec.device), device=spec.device)
+        bias = torch.zeros(visible.shape, dtype=spec.dtype, device=spec.device)
         bias.masked_fill_(torch.from_numpy(~visible).to(spec.device), -torch.inf)
-        return _Bucket(rows, pages, stale, keys, bias.repeat_interleave(spec.num_kv_heads, 0).unsqueeze(1))
+        return _Bucket(rows, pages, stale, bias.repeat_interleave(spec.num_kv_heads, 0).unsqueeze(1))
 
     def _decode(
         self,
@@ -198,7 +194,7 @@ class TorchAttention:
             gathered = self._gather(pages, bucket.pages).view(2, size, -1, head_dim)
             if bucket.stale is not None:
                 gathered.view(-1, head_dim).index_fill_(0, bucket.stale, 0)
-            keys, values = gathered[:, :, bucket.keys].unbind()
+            keys, values = gathered.unbind()
             folded = rows.reshape(size, -1, head_dim)
             attended = self._attend(folded, keys, values, bucket.bias, (), scale, softcap)
             results[bucket.rows] = attended.view(rows.shape)
@@ -288,7 +284,7 @@ class TorchAttention:
 
         dtype = self._dtype(q.dtype, q.device) if softcap is None else torch.float32
         query, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-        if bias is not None and softcap is None:
+        if bias is not None and bias.dtype == dtype and softcap is None:
             scores = torch.baddbmm(bias, query, k.mT, alpha=scale)
         else:
             scores = torch.baddbmm(query.new_empty(()), query, k.mT, beta=0, alpha=scale)

@@ -347,3 +347,13 @@ def test_candidates_outside_the_vocabulary_are_refused():
         sampling.score_tokens(logits, torch.tensor([0]), top_n=11)
     with pytest.raises(InvalidArgument, match=r"\[10\] are outside the vocabulary of 10"):
         sampling.score_tokens(logits, torch.tensor([0]), candidate_ids=(3, 10))
+
+
+@pytest.mark.parametrize("selection", [{}, {"top_n": 3}, {"all_candidates": True}])
+def test_concatenated_scores_equal_those_of_all_rows(selection):
+    logits, targets = torch.from_numpy(np.stack([rough_logits(200, seed) for seed in range(5)])), torch.arange(5)
+    parts = [sampling.score_tokens(logits[at], targets[at], **selection) for at in (slice(0, 2), slice(2, 5))]
+    joined, whole = sampling.concatenate(parts), sampling.score_tokens(logits, targets, **selection)
+    for name in ("logprobs", "ranks", "candidate_ids", "candidate_logprobs", "candidate_ranks"):
+        np.testing.assert_array_equal(getattr(joined, name), getattr(whole, name))
+    assert sampling.concatenate([]).logprobs.shape == (0,)
