@@ -12,7 +12,17 @@ from typing import Any
 
 import torch
 
-__all__ = ["BOS", "EOS", "FAMILIES", "IM_END", "IM_START", "VOCAB_SIZE", "edit_config", "write_checkpoint", "write_tokenizer"]
+__all__ = [
+    "BOS",
+    "EOS",
+    "FAMILIES",
+    "IM_END",
+    "IM_START",
+    "VOCAB_SIZE",
+    "edit_config",
+    "write_checkpoint",
+    "write_tokenizer",
+]
 
 VOCAB_SIZE = 384
 # Special tokens have the first ids.
@@ -48,6 +58,7 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", {**_COMMON, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {**_COMMON, "head_dim": 32}),
     "mistral": ("MistralConfig", {**_COMMON, "head_dim": 24, "sliding_window": 8}),
+    "ministral": ("MinistralConfig", {**_COMMON, "head_dim": 24, "sliding_window": 8}),
     "gemma2": ("Gemma2Config", {**_GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
     "gemma3": ("Gemma3TextConfig", {**_GEMMA, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}),
     "gpt2": (

@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 _INDEX = "model.safetensors.index.json"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 _LISTED = 10  # names in a message before it counts the rest
 
 
@@ -262,7 +263,7 @@ def _listed(names: list[str]) -> str:
 def _open_directory(path: Path) -> Checkpoint:
     names = sorted(file.name for file in path.iterdir())
     if "config.json" not in names:
-        models = [name for name in names if name.endswith(".gguf")]
+        models = [name for name in names if name.endswith(".gguf") and not _LATER_PART.search(name)]
         if len(models) == 1:
             return _open_gguf(path / models[0])
         found = f"; it holds {len(models)} GGUF files, name one of them" if models else ""
@@ -365,11 +366,9 @@ def _download(name: str, progress: bool) -> Path:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **{**kwargs, "disable": not progress})
 
-    patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+    wanted, unwanted = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"], ["*consolidated*", "original/*"]
     try:
-        found = snapshot_download(
-            name, allow_patterns=patterns, ignore_patterns=["consolidated*", "*/*"], tqdm_class=Bar
-        )
+        found = snapshot_download(name, allow_patterns=wanted, ignore_patterns=unwanted, tqdm_class=Bar)
     except Exception as exc:  # the hub's client raises errors of several libraries; each means that there is no model
         raise ModelNotFound(f"{name!r} does not exist here and could not be fetched from the hub: {exc}") from exc
     return Path(found)

@@ -108,7 +108,11 @@ def test_a_hub_that_has_no_such_model_or_cannot_be_reached_is_not_found(monkeypa
         ({"config.json": b"[]"}, InvalidArgument, "expected an object"),
         ({"config.json": None, "pytorch_model.bin": b""}, UnsupportedFeature, "convert them to safetensors"),
         ({"config.json": None, "consolidated.safetensors": b""}, UnsupportedFeature, "consolidated"),
-        ({"config.json": None, "a.safetensors": b"", "b.safetensors": b""}, InvalidArgument, "no model.safetensors.index"),
+        (
+            {"config.json": None, "a.safetensors": b"", "b.safetensors": b""},
+            InvalidArgument,
+            "no model.safetensors.index",
+        ),
         ({"config.json": None, INDEX: b"{}"}, InvalidArgument, "weight_map"),
         ({"config.json": None, INDEX: b'{"weight_map": {"a": "../x.safetensors"}}'}, InvalidArgument, "file name"),
         ({"config.json": None, INDEX: b'{"weight_map": {"a": "x.safetensors"}}'}, InvalidArgument, "not there.*x.safe"),
@@ -261,7 +265,7 @@ def test_a_damaged_safetensors_file_is_named(copy, damage):
         load(copy)
 
 
-# ------------------------------------------------------------------------------------------------ which files, which head
+# -------------------------------------------------------------------------------------------- which files, which head
 
 
 def test_c3_consolidated_weights_beside_shards_are_not_read(sharded, tmp_path):
@@ -275,7 +279,9 @@ def test_c3_consolidated_weights_beside_shards_are_not_read(sharded, tmp_path):
 def test_c3_the_index_decides_which_shard_a_tensor_comes_from(sharded, tmp_path):
     path = shutil.copytree(sharded, tmp_path / "model")
     index = json.loads((path / INDEX).read_text())
-    other = next(path / file for file in index["weight_map"].values() if file != index["weight_map"]["model.norm.weight"])
+    other = next(
+        path / file for file in index["weight_map"].values() if file != index["weight_map"]["model.norm.weight"]
+    )
     decoy = {**safetensors.load_file(other), "model.norm.weight": torch.full((64,), 9.0)}
     rewrite(path, decoy, other.name)
     assert not (load(path).norm.weight == 9.0).any()
@@ -331,13 +337,48 @@ def test_c1_a_different_head_is_kept_silently_where_the_flag_says_untied(copy, c
     assert not caplog.text
 
 
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux to reset the peak")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_peaks_near_the_final_size(copy, dtype):
+    rows = 1 << 18
+    tensors = stored(copy)
+    rewrite(copy, {**tensors, EMBED: torch.zeros(rows, 64), HEAD: torch.ones(rows, 64)})  # 64 MiB each
+    edit_config(copy, vocab_size=rows)
+    del tensors
+    load(copy, dtype)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = memory("VmRSS")
+    model = load(copy, dtype)
+    final = sum(tensor.nbytes for tensor in weights_of(model).values())
+    assert memory("VmHWM") - before < final + (24 << 20)
+
+
+def memory(field: str) -> int:
+    """Bytes of this process, by a field of /proc/self/status."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
 # ------------------------------------------------------------------------------------------------------------ gguf
 
 
-def test_a_gguf_file_loads_and_its_directory_too(smollm2):
-    checkpoint = open_checkpoint(smollm2)
-    assert (checkpoint.format, checkpoint.config.architecture) == ("gguf", "LlamaForCausalLM")
-    assert checkpoint.eos_token_ids
-    model = load(smollm2, torch.bfloat16)
+def test_the_first_part_of_a_split_gguf_stands_for_its_directory(tmp_path):
+    for part in (1, 2):
+        (tmp_path / f"model-0000{part}-of-00002.gguf").write_bytes(b"GGUF")
+    with pytest.raises(InvalidArgument, match="model-00001-of-00002.gguf"):  # found, and then seen to be damaged
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["smollm2", "gemma3"])
+def test_a_real_gguf_file_loads_whole_and_finite(name, request):
+    path = request.getfixturevalue(name)
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.format == "gguf" and checkpoint.files == (path,) and checkpoint.eos_token_ids
+    model = load(path, torch.bfloat16)
     assert model.head.weight is model.embed.weight
     assert all(torch.isfinite(tensor).all() for tensor in weights_of(model).values())
+
+
+def test_the_tokenizer_of_either_format_is_loaded(llama, smollm2):
+    assert open_checkpoint(llama).load_tokenizer().encode("hello")
+    assert open_checkpoint(smollm2).load_tokenizer().encode("hello")

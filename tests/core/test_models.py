@@ -26,21 +26,23 @@ CPU = torch.device("cpu")
 class Harness:
     """A loaded checkpoint beside transformers' own, and a KV cache for a few sequences with shuffled blocks."""
 
-    def __init__(self, path: Path, *, max_model_len: int | None = None, num_seqs: int = 3) -> None:
+    def __init__(
+        self, path: Path, *, max_model_len: int | None = None, num_seqs: int = 3, dtype: torch.dtype = torch.float32
+    ) -> None:
         self.reference = transformers.AutoModelForCausalLM.from_pretrained(
-            path, attn_implementation="eager", dtype=torch.float32
+            path, attn_implementation="eager", dtype=dtype
         )
-        self.backend = select_backend(CPU, torch.float32, "torch")
+        self.backend = select_backend(CPU, dtype, "torch")
         self.model: CausalLM = load_model(
             open_checkpoint(path),
-            dtype=torch.float32,
+            dtype=dtype,
             device=CPU,
             backend=self.backend,
             max_model_len=max_model_len,
         )
         config = self.model.config
-        blocks_each = 24
-        spec = KvSpec(config.num_layers, config.num_kv_heads, config.head_dim, torch.float32, CPU)
+        blocks_each = 24  # 96 tokens
+        spec = KvSpec(config.num_layers, config.num_kv_heads, config.head_dim, dtype, CPU)
         self.kv = self.backend.allocate(spec, num_seqs * blocks_each, BLOCK_SIZE)
         order = torch.randperm(num_seqs * blocks_each, generator=torch.Generator().manual_seed(1))
         self.tables = order.view(num_seqs, blocks_each).to(torch.int32)
@@ -126,10 +128,13 @@ def test_only_the_rows_asked_for_come_back_and_they_are_unchanged(family):
     assert family.step(work, rows=[]).shape == (0, VOCAB_SIZE)
 
 
-def test_logits_are_float32_in_a_bfloat16_model(tmp_path):
-    path = write_checkpoint(tmp_path, "llama", tokenizer=False)
-    model = load_model(open_checkpoint(path), dtype=torch.bfloat16, device=CPU, backend=select_backend(CPU, torch.bfloat16, "torch"))
-    assert model.logits(torch.zeros(2, 64, dtype=torch.bfloat16)).dtype == torch.float32
+@pytest.mark.parametrize("name", FAMILIES)
+def test_bfloat16_errs_at_most_twice_as_much_as_the_reference_does(name, tmp_path):
+    path = write_checkpoint(tmp_path, name, tokenizer=False, dtype=torch.bfloat16)
+    exact, rounded, tokens = Harness(path), Harness(path, dtype=torch.bfloat16), prompt(40)
+    expected, actual = exact.expected(tokens), rounded.step([(0, tokens, 0, 40)])
+    assert actual.dtype == torch.float32
+    assert (actual - expected).norm() <= 2 * (rounded.expected(tokens).float() - expected).norm()
 
 
 # -------------------------------------------------------------------------------------------------------- variants
@@ -194,9 +199,13 @@ def test_gemma3_scales_only_its_full_attention_layers(tmp_path):
     [
         ("llama", {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu", "tie_word_embeddings": True}),
         ("llama", {"num_key_value_heads": 1, "head_dim": 8, "hidden_act": "relu", "rms_norm_eps": 1e-3}),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "tie_word_embeddings": False}),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "tie_word_embeddings": False},
+        ),
         ("qwen3", {"attention_bias": True, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}),
         ("mistral", {"sliding_window": None}),
+        ("ministral", {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2}),
         ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None, "sliding_window": 3}),
         ("gemma3", {"final_logit_softcapping": 2.0, "attention_bias": True, "tie_word_embeddings": False}),
         ("gpt2", {"n_inner": 100, "activation_function": "gelu", "tie_word_embeddings": False}),
@@ -248,7 +257,9 @@ def test_c4_the_rope_type_is_read_under_either_key(field, keys):
 
 
 def test_rope_base_within_the_rope_parameters_goes_first():
-    config = ModelConfig.from_hf({**LLAMA, "rope_theta": 1.0, "rope_parameters": {"rope_type": "default", "rope_theta": 7.0}})
+    config = ModelConfig.from_hf(
+        {**LLAMA, "rope_theta": 1.0, "rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}
+    )
     assert config.ropes[0].theta == 7.0
 
 
@@ -258,6 +269,13 @@ def test_gemma3_reads_the_older_rope_keys():
     full, local = config.ropes
     assert (full.type, full.theta, full.factor) == ("linear", 3e5, 8.0)
     assert (local.type, local.theta) == ("default", 2e4)
+
+
+def test_bias_flags_count_only_where_the_architecture_reads_them():
+    biased = {**LLAMA, "num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}
+    for family, expected in (("LlamaForCausalLM", (True,) * 3), ("Qwen2ForCausalLM", (True, False, False))):
+        config = ModelConfig.from_hf({**biased, "architectures": [family]})
+        assert (config.qkv_bias, config.attention_output_bias, config.mlp_bias) == expected
 
 
 def test_partial_rotary_turns_the_leading_part_of_a_head():
@@ -276,7 +294,11 @@ def test_c1_the_tie_flag_of_a_nested_text_config_counts(flag):
     [
         ("LlamaForCausalLM", {"sliding_window": 8, "layer_types": ["full_attention"] * 3}, (None, None, None)),
         ("Qwen2ForCausalLM", {"sliding_window": 8, "use_sliding_window": False}, (None, None, None)),
-        ("Qwen2ForCausalLM", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 2}, (None, None, 8)),
+        (
+            "Qwen2ForCausalLM",
+            {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 2},
+            (None, None, 8),
+        ),
         ("MistralForCausalLM", {"sliding_window": 8}, (8, 8, 8)),
         ("MistralForCausalLM", {"sliding_window": None}, (None, None, None)),
         (
@@ -301,6 +323,7 @@ def test_c5_layer_types_decide_windows_and_the_family_without_them(family, chang
         ({"architectures": None, "model_type": "mamba"}, ["mamba", "LlamaForCausalLM"]),
         ({"rope_scaling": {"rope_type": "spiral"}}, ["spiral", "yarn"]),
         ({"rope_scaling": {"rope_type": "default", "mrope_section": [1, 2]}}, ["mrope_section"]),
+        ({"rope_parameters": {"full_attention": {}, "sliding_attention": None}}, ["without rotary positions"]),
         ({"hidden_act": "quick_gelu"}, ["quick_gelu", "silu"]),
         ({"layer_types": ["chunked_attention"] * 3}, ["chunked_attention"]),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["quantization_config", "gptq"]),
@@ -335,6 +358,9 @@ def test_what_is_not_implemented_is_refused_by_name(changes, named):
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
         ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "short_factor"),
         ({"rope_scaling": "linear"}, "rope_scaling"),
+        ({"rope_scaling": {"rope_type": ["linear"]}}, "rope_type"),
+        ({"rope_parameters": {"full_attention": 3}}, "rope parameters"),
+        ({"hidden_act": ["silu"]}, "hidden_act"),
         ({"text_config": 3}, "text_config"),
     ],
 )

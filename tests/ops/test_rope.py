@@ -9,7 +9,10 @@ from openengine.ops.rope import Rope, RopeConfig, apply_rope_, inverse_frequenci
 
 DIM, MAX_LENGTH = 16, 128
 
-_FACTORS = {"short_factor": (1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7), "long_factor": (2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0)}
+_FACTORS = {
+    "short_factor": (1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7),
+    "long_factor": (2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0),
+}
 _CASES = {
     "linear": {"factor": 3.0},
     "dynamic": {"factor": 2.0},

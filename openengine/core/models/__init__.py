@@ -14,6 +14,7 @@ _MODULES = {
     "Gemma2ForCausalLM": "gemma",
     "Gemma3ForCausalLM": "gemma",
     "LlamaForCausalLM": "llama",
+    "MinistralForCausalLM": "mistral",
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen",
     "Qwen3ForCausalLM": "qwen",

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from openengine.core.models.fields import Fields
 from openengine.errors import InvalidArgument, UnsupportedFeature
 from openengine.ops.activation import ACTIVATIONS
 from openengine.ops.rope import ROPE_TYPES, RopeConfig
@@ -63,7 +64,7 @@ class ModelConfig:
         architecture = _architecture(values)
         family = _FAMILIES[architecture]
         values = {family.names.get(key, key): value for key, value in values.items()}
-        fields = _Fields({**family.defaults, **values})
+        fields = Fields({**family.defaults, **values})
         _refuse_unsupported(fields, family)
 
         num_layers = fields.integer("num_hidden_layers")
@@ -78,7 +79,8 @@ class ModelConfig:
         layer_types = _layer_types(fields, num_layers)
         windows = _windows(fields, family, layer_types, num_layers)
         ropes, layer_ropes = _ropes(fields, family, head_dim, windows)
-        attention_bias = fields.flag("attention_bias", False)
+        attention_bias = "attention_bias" in family.bias_keys and fields.flag("attention_bias", False)
+        mlp_bias = "mlp_bias" in family.bias_keys and fields.flag("mlp_bias", False)
         return cls(
             architecture=architecture,
             vocab_size=fields.integer("vocab_size"),
@@ -93,7 +95,7 @@ class ModelConfig:
             activation=_activation(fields, family),
             qkv_bias=family.qkv_bias or attention_bias,
             attention_output_bias=family.other_bias or attention_bias,
-            mlp_bias=family.other_bias or fields.flag("mlp_bias", False),
+            mlp_bias=family.other_bias or mlp_bias,
             qk_norm=family.qk_norm,
             attention_scale=(fields.number("query_pre_attn_scalar") if family.is_gemma else head_dim) ** -0.5,
             attention_softcap=fields.number_or_none("attn_logit_softcapping"),
@@ -115,6 +117,7 @@ class _Family:
     names: Mapping[str, str] = field(default_factory=dict)
     activation_key: str = "hidden_act"
     window_rule: str = "none"  # which layers slide when layer_types is absent
+    bias_keys: tuple[str, ...] = ()  # the config's flags that this architecture reads
     qkv_bias: bool = False
     other_bias: bool = False
     qk_norm: bool = False
@@ -133,6 +136,7 @@ _QWEN = {
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
+_MISTRAL = {**_LLAMA, "max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096}
 _GEMMA = {
     "max_position_embeddings": 8192,
     "rms_norm_eps": 1e-6,
@@ -146,18 +150,18 @@ _GEMMA = {
 }
 
 _FAMILIES: dict[str, _Family] = {
-    "LlamaForCausalLM": _Family("llama", _LLAMA),
+    "LlamaForCausalLM": _Family("llama", _LLAMA, bias_keys=("attention_bias", "mlp_bias")),
     "Qwen2ForCausalLM": _Family("qwen2", _QWEN, window_rule="upper", qkv_bias=True),
-    "Qwen3ForCausalLM": _Family("qwen3", {**_QWEN, "head_dim": 128}, window_rule="upper", qk_norm=True),
-    "MistralForCausalLM": _Family(
-        "mistral",
-        {**_LLAMA, "max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
-        window_rule="all",
+    "Qwen3ForCausalLM": _Family(
+        "qwen3", {**_QWEN, "head_dim": 128}, window_rule="upper", bias_keys=("attention_bias",), qk_norm=True
     ),
+    "MistralForCausalLM": _Family("mistral", _MISTRAL, window_rule="all"),
+    "MinistralForCausalLM": _Family("ministral", _MISTRAL, window_rule="all"),
     "Gemma2ForCausalLM": _Family(
         "gemma2",
         {**_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window_pattern": 2},
         activation_key="hidden_activation",
+        bias_keys=("attention_bias",),
         window_rule="pattern",
         is_gemma=True,
         softcaps=("attn_logit_softcapping", "final_logit_softcapping"),
@@ -166,6 +170,7 @@ _FAMILIES: dict[str, _Family] = {
         "gemma3_text",
         {**_GEMMA, "max_position_embeddings": 131072, "rope_theta": 1e6, "sliding_window_pattern": 6},
         activation_key="hidden_activation",
+        bias_keys=("attention_bias",),
         window_rule="pattern",
         qk_norm=True,
         is_gemma=True,
@@ -235,57 +240,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_qk_norm": (False,),
 }
 
-class _Fields:
-    """Typed reading of config values; errors name the field. None counts as absent."""
-
-    def __init__(self, values: Mapping[str, Any], *, where: str = "config") -> None:
-        self.values = values
-        self.where = where
-
-    def integer(self, name: str) -> int:
-        value = self.integer_or_none(name)
-        if value is None:
-            raise InvalidArgument(f"{self.where} has no '{name}', an integer")
-        return value
-
-    def integer_or_none(self, name: str) -> int | None:
-        value = self.values.get(name)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InvalidArgument(f"{self.where}: '{name}' is {value!r}, expected an integer of 1 or more")
-        return value
-
-    def number(self, name: str) -> float:
-        value = self.number_or_none(name)
-        if value is None:
-            raise InvalidArgument(f"{self.where} has no '{name}', a number")
-        return value
-
-    def number_or_none(self, name: str) -> float | None:
-        value = self.values.get(name)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-            raise InvalidArgument(f"{self.where}: '{name}' is {value!r}, expected a number above 0")
-        return float(value)
-
-    def flag(self, name: str, default: bool) -> bool:
-        value = self.values.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise InvalidArgument(f"{self.where}: '{name}' is {value!r}, expected true or false")
-        return value
-
-    def numbers(self, name: str, length: int) -> tuple[float, ...]:
-        value = self.values.get(name)
-        if not isinstance(value, (list, tuple)) or len(value) != length:
-            raise InvalidArgument(f"{self.where}: '{name}' is {value!r}, expected a list of {length} numbers")
-        if not all(isinstance(item, (int, float)) and not isinstance(item, bool) and item > 0 for item in value):
-            raise InvalidArgument(f"{self.where}: '{name}' holds something other than numbers above 0: {value!r}")
-        return tuple(float(item) for item in value)
-
 
 def _flatten(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """The config with a nested text_config's values on top, which describe the decoder."""
@@ -313,12 +267,10 @@ def _architecture(values: Mapping[str, Any]) -> str:
     for name in names:
         if name in _FAMILIES:
             return name
-    raise UnsupportedFeature(
-        f"architecture {', '.join(names)} is not supported; supported: {', '.join(ARCHITECTURES)}"
-    )
+    raise UnsupportedFeature(f"architecture {', '.join(names)} is not supported; supported: {', '.join(ARCHITECTURES)}")
 
 
-def _refuse_unsupported(fields: _Fields, family: _Family) -> None:
+def _refuse_unsupported(fields: Fields, family: _Family) -> None:
     for name, neutral in _NEUTRAL.items():
         value = fields.values.get(name)
         if value is not None and value not in neutral:
@@ -329,27 +281,27 @@ def _refuse_unsupported(fields: _Fields, family: _Family) -> None:
             raise UnsupportedFeature(f"config: '{name}' is not implemented for {family.model_type}")
 
 
-def _divide(fields: _Fields, name: str, by: str) -> int:
+def _divide(fields: Fields, name: str, by: str) -> int:
     value, divisor = fields.integer(name), fields.integer(by)
     if value % divisor:
         raise InvalidArgument(f"{name} {value} is not a multiple of {by} {divisor}, and 'head_dim' is absent")
     return value // divisor
 
 
-def _default_width(fields: _Fields, family: _Family) -> int:
+def _default_width(fields: Fields, family: _Family) -> int:
     if family.has_rope:
         return fields.integer("intermediate_size")
     return 4 * fields.integer("hidden_size")
 
 
-def _activation(fields: _Fields, family: _Family) -> str:
-    name = fields.values.get(family.activation_key) or family.defaults[family.activation_key]
+def _activation(fields: Fields, family: _Family) -> str:
+    name = fields.text_or_none(family.activation_key) or family.defaults[family.activation_key]
     if name not in ACTIVATIONS:
         raise UnsupportedFeature(f"activation {name!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
     return name
 
 
-def _layer_types(fields: _Fields, num_layers: int) -> list[str] | None:
+def _layer_types(fields: Fields, num_layers: int) -> list[str] | None:
     types = fields.values.get("layer_types")
     if types is None:
         return None
@@ -363,9 +315,7 @@ def _layer_types(fields: _Fields, num_layers: int) -> list[str] | None:
     return list(types)
 
 
-def _windows(
-    fields: _Fields, family: _Family, layer_types: list[str] | None, num_layers: int
-) -> tuple[int | None, ...]:
+def _windows(fields: Fields, family: _Family, layer_types: list[str] | None, num_layers: int) -> tuple[int | None, ...]:
     window = fields.integer_or_none("sliding_window")
     if family.window_rule == "upper" and not fields.flag("use_sliding_window", False):
         window = None
@@ -389,7 +339,7 @@ def _windows(
 
 
 def _ropes(
-    fields: _Fields, family: _Family, head_dim: int, windows: tuple[int | None, ...]
+    fields: Fields, family: _Family, head_dim: int, windows: tuple[int | None, ...]
 ) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
     """The rotary embeddings, and which one each layer uses."""
     if not family.has_rope:
@@ -401,6 +351,8 @@ def _ropes(
     if nested := [name for name in ("full_attention", "sliding_attention") if name in scaling]:
         if unknown := sorted(set(scaling) - set(nested)):
             raise UnsupportedFeature(f"rope parameters for {', '.join(unknown)} are not implemented")
+        if family.local_theta is None and None in scaling.values():
+            raise UnsupportedFeature("layers without rotary positions (rope parameters of null) are not implemented")
         scaling, local = scaling.get("full_attention") or {}, scaling.get("sliding_attention") or {}
     elif family.local_theta is None:
         return (_rope(fields, scaling, head_dim),), (0,) * len(windows)
@@ -433,17 +385,20 @@ _ROPE_KEYS = {
 _ROPE_ALIASES = {"su": "longrope"}  # the first Phi-3 configs' name
 
 
-def _rope(fields: _Fields, parameters: Mapping[str, Any], head_dim: int) -> RopeConfig:
+def _rope(fields: Fields, parameters: Mapping[str, Any], head_dim: int) -> RopeConfig:
     """One rotary embedding; keys of `parameters` go before those of the config itself."""
+    if not isinstance(parameters, Mapping):
+        raise InvalidArgument(f"config: rope parameters of a layer type are {parameters!r}, expected an object")
     unknown = sorted(set(parameters) - _ROPE_KEYS)
     if unknown:
         raise UnsupportedFeature(f"rope parameter {', '.join(map(repr, unknown))} is not implemented")
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    named = Fields(parameters, where="config: rope parameters")
+    kind = named.text_or_none("rope_type") or named.text_or_none("type") or "default"
     kind = _ROPE_ALIASES.get(kind, kind)
     if kind not in ROPE_TYPES:
         raise UnsupportedFeature(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
     outer = {name: fields.values.get(name) for name in ("rope_theta", "partial_rotary_factor")}
-    rope = _Fields({**outer, **parameters}, where=f"config: rope parameters of type {kind}")
+    rope = Fields({**outer, **parameters}, where=f"config: rope parameters of type {kind}")
 
     length = fields.integer("max_position_embeddings")
     original = (

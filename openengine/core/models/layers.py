@@ -259,9 +259,7 @@ class CausalLM:
         self, in_features: int, parts: Mapping[str, int], *, bias: bool = False, transposed: bool = False
     ) -> Linear:
         return self._add(
-            Linear.empty(
-                in_features, parts, bias=bias, transposed=transposed, dtype=self.dtype, device=self.device
-            )
+            Linear.empty(in_features, parts, bias=bias, transposed=transposed, dtype=self.dtype, device=self.device)
         )
 
     def _add(self, module: _Module) -> _Module:

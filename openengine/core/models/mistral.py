@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from openengine.core.models.llama import LlamaForCausalLM
 
-__all__ = ["MistralForCausalLM"]
+__all__ = ["MinistralForCausalLM", "MistralForCausalLM"]
 
 
 class MistralForCausalLM(LlamaForCausalLM):
     """Computes what its config says, layer by layer, as Llama does."""
+
+
+class MinistralForCausalLM(MistralForCausalLM):
+    """Mistral whose layers may differ in their window."""

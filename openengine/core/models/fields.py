@@ -1,0 +1,71 @@
+"""`Fields`: typed reading of a checkpoint's config, with errors that name the field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from openengine.errors import InvalidArgument
+
+__all__ = ["Fields"]
+
+
+class Fields:
+    """Values by name. A value of None counts as absent; `where` begins every message.
+
+    Each method raises InvalidArgument for a value of another type or range than its name says.
+    """
+
+    def __init__(self, values: Mapping[str, Any], *, where: str = "config") -> None:
+        self.values = values
+        self.where = where
+
+    def integer(self, name: str) -> int:
+        value = self.integer_or_none(name)
+        if value is None:
+            raise InvalidArgument(f"{self.where} has no '{name}', an integer")
+        return value
+
+    def integer_or_none(self, name: str) -> int | None:
+        value = self.values.get(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InvalidArgument(f"{self.where}: '{name}' is {value!r}, expected an integer of 1 or more")
+        return value
+
+    def number(self, name: str) -> float:
+        value = self.number_or_none(name)
+        if value is None:
+            raise InvalidArgument(f"{self.where} has no '{name}', a number")
+        return value
+
+    def number_or_none(self, name: str) -> float | None:
+        value = self.values.get(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+            raise InvalidArgument(f"{self.where}: '{name}' is {value!r}, expected a number above 0")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.values.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise InvalidArgument(f"{self.where}: '{name}' is {value!r}, expected true or false")
+        return value
+
+    def text_or_none(self, name: str) -> str | None:
+        value = self.values.get(name)
+        if value is not None and not isinstance(value, str):
+            raise InvalidArgument(f"{self.where}: '{name}' is {value!r}, expected a name")
+        return value
+
+    def numbers(self, name: str, length: int) -> tuple[float, ...]:
+        value = self.values.get(name)
+        if not isinstance(value, (list, tuple)) or len(value) != length:
+            raise InvalidArgument(f"{self.where}: '{name}' is {value!r}, expected a list of {length} numbers")
+        if not all(isinstance(item, (int, float)) and not isinstance(item, bool) and item > 0 for item in value):
+            raise InvalidArgument(f"{self.where}: '{name}' holds something other than numbers above 0: {value!r}")
+        return tuple(float(item) for item in value)
