@@ -14,6 +14,7 @@ import threading
 import time
 import uuid
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -588,7 +589,7 @@ class _Finished:
     """A queue of finished items that `get` waits on interruptibly."""
 
     def __init__(self) -> None:
-        self._items: list[tuple[int, GenerationResult | None]] = []
+        self._items: deque[tuple[int, GenerationResult | None]] = deque()
         self._changed = threading.Condition()
 
     def put(self, index: int, result: GenerationResult | None) -> None:
@@ -599,7 +600,7 @@ class _Finished:
     def get(self) -> tuple[int, GenerationResult | None]:
         with self._changed:
             self._changed.wait_for(lambda: self._items)
-            return self._items.pop(0)
+            return self._items.popleft()
 
 
 class _InThread:

@@ -150,7 +150,6 @@ class RequestPreparer:
         for seq in group.sequences:
             seq.stream = OutputStream(
                 self._tokenizer.detokenizer(prompt_ids),
-                self._tokenizer.token_text,
                 output_index=seq.index,
                 stopping=group.stopping,
             )

@@ -62,7 +62,6 @@ class OutputStream:
     def __init__(
         self,
         detokenizer: IncrementalDetokenizer,
-        token_text: Callable[[int], str],
         *,
         output_index: int,
         stopping: StoppingOptions,
@@ -70,7 +69,6 @@ class OutputStream:
         texts = tuple(stop_texts(stopping))
         self._detokenizer = detokenizer
         self._decode = detokenizer.push
-        self._token_text = token_text
         self._output_index = output_index
         self._stops = _StopAutomaton(texts) if texts else None
         self._node = 0
@@ -83,16 +81,6 @@ class OutputStream:
         self._incomplete = 0
         self._open = False
         self._stopped = False
-
-    def token_info(
-        self,
-        token_id: int,
-        logprob: float | None = None,
-        rank: int | None = None,
-        candidates: Sequence[LogProb] = (),
-    ) -> TokenInfo:
-        """Wrap a sampled token with its literal text."""
-        return TokenInfo(token_id, self._token_text(token_id), logprob, rank, candidates)
 
     def push(self, token: TokenInfo, num_output_tokens: int) -> StopMatch | None:
         """Feed one sampled token; `num_output_tokens` counts it.

@@ -351,6 +351,9 @@ def _ropes(
     if nested := [name for name in ("full_attention", "sliding_attention") if name in scaling]:
         if unknown := sorted(set(scaling) - set(nested)):
             raise UnsupportedFeature(f"rope parameters for {', '.join(unknown)} are not implemented")
+        for name in nested:
+            if not isinstance(scaling[name], (Mapping, type(None))):
+                raise InvalidArgument(f"config: rope parameters of {name} are {scaling[name]!r}, expected an object")
         if family.local_theta is None and None in scaling.values():
             raise UnsupportedFeature("layers without rotary positions (rope parameters of null) are not implemented")
         scaling, local = scaling.get("full_attention") or {}, scaling.get("sliding_attention") or {}
@@ -387,8 +390,6 @@ _ROPE_ALIASES = {"su": "longrope"}  # the first Phi-3 configs' name
 
 def _rope(fields: Fields, parameters: Mapping[str, Any], head_dim: int) -> RopeConfig:
     """One rotary embedding; keys of `parameters` go before those of the config itself."""
-    if not isinstance(parameters, Mapping):
-        raise InvalidArgument(f"config: rope parameters of a layer type are {parameters!r}, expected an object")
     unknown = sorted(set(parameters) - _ROPE_KEYS)
     if unknown:
         raise UnsupportedFeature(f"rope parameter {', '.join(map(repr, unknown))} is not implemented")
