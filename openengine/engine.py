@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import os
 import threading
@@ -19,24 +20,33 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from openengine import __version__
-from openengine.core.admission import Limits, RequestPreparer, sampling_defaults
+from openengine.core.admission import Limits, RequestPreparer, as_token_ids, sampling_defaults
 from openengine.core.blocks import BlockManager
 from openengine.core.cache_keys import root_key
 from openengine.core.config import EngineConfig
 from openengine.core.loader import Checkpoint, load_model, open_checkpoint
 from openengine.core.loop import EngineLoop, LoopState
-from openengine.core.memory import trim_allocator
 from openengine.core.models import CausalLM
 from openengine.core.runner import KvPoolSize, ModelRunner, size_kv_pool
 from openengine.core.scheduler import Scheduler
 from openengine.core.sequence import SequenceGroup
 from openengine.core.tokenizer import Tokenizer
-from openengine.errors import Draining, InvalidArgument, ModelNotFound, OpenEngineError, UnsupportedFeature
+from openengine.errors import (
+    Draining,
+    DuplicateRequest,
+    InvalidArgument,
+    ModelNotFound,
+    OpenEngineError,
+    Overloaded,
+    PreconditionFailed,
+    UnsupportedFeature,
+)
 from openengine.handle import EventStream, Handle
-from openengine.options import Prompt, build_request, is_single_prompt, suggest
+from openengine.options import Prompt, batch_items, build_request, check_options, is_single_prompt, suggest
 from openengine.ops.attention import AttentionBackend, select_backend
 from openengine.ops.kv_cache import KvCache, KvSpec
 from openengine.progress import progress_bar
@@ -67,6 +77,9 @@ __all__ = ["Engine"]
 
 _log = logging.getLogger("openengine")
 _SCHEMA_RELEASE = "d0f29fec31f31db5cfd49cf3e0f67da84d10c709"  # source commit of the contract's revision 1
+_RETRY_S = 0.02  # between attempts of an event loop's batch to enter a full queue
+_PROBE_TIMEOUT_S = 60.0
+_PROBE_PRIORITY = 2**31 - 1
 _LOOP_TO_HEALTH = {
     LoopState.STARTING: HealthState.STARTING,
     LoopState.READY: HealthState.READY,
@@ -111,7 +124,6 @@ class Engine:
     def _wire(self, config: EngineConfig, loaded: LoadedModel) -> None:
         """Put the parts together and start the loop."""
         self._config = config
-        self._pid = os.getpid()
         self._instance_id = str(uuid.uuid4())
         self._tokenizer = loaded.tokenizer
         self._model_names = loaded.names
@@ -148,7 +160,7 @@ class Engine:
         )
         self._attributes = _attributes(loaded)
         self._loop.start()
-        self._finalizer = weakref.finalize(self, _shut_down, self._loop)
+        self._finalizer = weakref.finalize(self, self._loop.close)
         _log.info("%s", _start_line(self._attributes))
 
     # ---- generation ------------------------------------------------------------------------------
@@ -174,14 +186,16 @@ class Engine:
         prompts, options = self._with_messages(prompts, messages, options)
         if is_single_prompt(prompts):
             _check_on_error(on_error)
+            check_options(sampling, options)
             handle = None
             try:
-                handle = self._submit(build_request(prompts, sampling, options), keep_events=False)
+                request = build_request(prompts, sampling, options)
+                handle = self._admit(self._preparer.prepare(request), keep_events=False, wait=True)
                 return handle.result()
             except OpenEngineError as exc:
                 if on_error == "raise":
                     raise
-                return GenerationResult(request_id=options.get("request_id") or "", error=exc)
+                return _failed(_request_id(prompts, options), exc)
             except BaseException:
                 _cancel_and_wait([handle] if handle else [])
                 raise
@@ -203,8 +217,7 @@ class Engine:
 
         Leaving the iteration early cancels what is still running.
         """
-        groups = self._prepare_batch(prompts, sampling, on_error, options)
-        return self._run_batch(groups, on_error, progress)
+        return self._run_batch(self._prepare_batch(prompts, sampling, on_error, options), on_error, progress)
 
     def chat(self, messages: Sequence[Any], sampling: SamplingParams | None = None, **options: Any) -> Any:
         """`generate(messages=messages)`: answer a chat, rendered with the model's own template."""
@@ -236,14 +249,15 @@ class Engine:
         if not is_single_prompt(prompts):
             return await self._arun_batch(prompts, sampling, on_error, options)
         _check_on_error(on_error)
+        check_options(sampling, options)
         handle = None
         try:
-            handle = self._submit(build_request(prompts, sampling, options), keep_events=False)
+            handle = await self._aadmit(self._preparer.prepare(build_request(prompts, sampling, options)))
             return await handle.aresult()
         except OpenEngineError as exc:
             if on_error == "raise":
                 raise
-            return GenerationResult(request_id=options.get("request_id") or "", error=exc)
+            return _failed(_request_id(prompts, options), exc)
         except BaseException:
             if handle is not None:
                 handle.cancel()
@@ -264,7 +278,7 @@ class Engine:
         prompt, options = self._with_messages(request, messages, options)
         if not is_single_prompt(prompt):
             raise InvalidArgument("submit takes one prompt; use generate or as_completed for a batch")
-        return self._submit(build_request(prompt, sampling, options), keep_events=True)
+        return self._admit(self._preparer.prepare(build_request(prompt, sampling, options)), keep_events=True)
 
     # ---- tokens and templates --------------------------------------------------------------------
 
@@ -276,7 +290,8 @@ class Engine:
 
     def detokenize(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; an incomplete character at the end becomes U+FFFD."""
-        ids = [int(token_id) for token_id in token_ids]
+        is_sized = hasattr(token_ids, "__len__") or not isinstance(token_ids, Iterable)
+        ids = as_token_ids(token_ids if is_sized else list(token_ids)).tolist()
         for token_id in ids:
             if not 0 <= token_id < self._limits.vocab_size:
                 raise InvalidArgument(f"token id {token_id} is outside the vocabulary of {self._limits.vocab_size}")
@@ -360,8 +375,8 @@ class Engine:
             checks.append(HealthCheck("role", HealthState.NOT_READY, message))
         elif role is not None:
             checks.append(HealthCheck("role", HealthState.READY))
+        self._check_model(model)
         if include_inference_probe:
-            self._check_model(model)
             checks.append(self._probe())
         not_ready = [check for check in checks if check.state is HealthState.NOT_READY]
         return HealthResponse(HealthState.NOT_READY if not_ready else state, tuple(checks))
@@ -373,7 +388,9 @@ class Engine:
 
         Raises InvalidArgument unless exactly one target is given, RequestNotFound for an unknown id.
         """
-        if all_requests == (request_id is not None) or request_id == "":
+        if request_id is not None and not isinstance(request_id, str):
+            raise InvalidArgument(f"request_id must be a str, not {request_id!r:.80}")
+        if bool(all_requests) == (request_id is not None) or request_id == "":
             raise InvalidArgument("abort takes exactly one target: a non-empty request_id, or all_requests=True")
         status = self._loop.abort_all() if request_id is None else self._loop.abort(request_id)
         return AbortResponse(status)
@@ -404,8 +421,9 @@ class Engine:
         abort_after_deadline: bool = False,
     ) -> Iterator[DrainResponse]:
         """`drain` with its progress: STARTED, IN_PROGRESS at least once a second, COMPLETE."""
-        if deadline_ms is not None and (not isinstance(deadline_ms, int) or deadline_ms < 0):
-            raise InvalidArgument(f"deadline_ms must be a non-negative integer, not {deadline_ms!r}")
+        is_integer = isinstance(deadline_ms, (int, np.integer)) and not isinstance(deadline_ms, bool)
+        if deadline_ms is not None and not (is_integer and deadline_ms >= 0):
+            raise InvalidArgument(f"deadline_ms must be a non-negative integer, not {deadline_ms!r:.80}")
         if stop_accepting_new_requests:
             self._loop.stop_accepting()
         return self._drain_reports(deadline_ms, abort_after_deadline)
@@ -416,7 +434,9 @@ class Engine:
 
     def close(self) -> None:
         """Cancel what runs, stop the loop and give the memory back. Calling it again does nothing."""
+        self._tokenizer = self._preparer = _Closed()
         self._finalizer()
+        self._loop.close()  # a second caller waits for the first
 
     def __enter__(self) -> Engine:
         return self
@@ -444,39 +464,58 @@ class Engine:
             return prompt, options
         if prompt is not None:
             raise InvalidArgument("give a prompt or messages=, not both")
+        if template_kwargs is not None and not isinstance(template_kwargs, Mapping):
+            raise InvalidArgument(f"template_kwargs must be a mapping of names to values, not {template_kwargs!r:.80}")
         return self.apply_chat_template(messages, tools, **(template_kwargs or {})), options
 
-    def _submit(self, request: GenerateRequest, *, keep_events: bool) -> Handle:
-        return self._admit(self._preparer.prepare(request), keep_events=keep_events)
-
-    def _admit(self, group: SequenceGroup, *, keep_events: bool) -> Handle:
-        if os.getpid() != self._pid:
-            raise InvalidArgument("this engine was created in another process; create one in each process")
+    def _admit(self, group: SequenceGroup, *, keep_events: bool, wait: bool = False) -> Handle:
         handle = Handle(group, self._cancel, keep_events=keep_events)
         group.sink = handle
-        self._loop.admit(group)
+        self._loop.admit(group, wait=wait)
         return handle
+
+    async def _aadmit(self, group: SequenceGroup) -> Handle:
+        """`_admit` that waits for room in the queue while the event loop runs on."""
+        while True:
+            try:
+                return self._admit(group, keep_events=False)
+            except Overloaded:
+                await asyncio.sleep(_RETRY_S)
 
     def _cancel(self, group: SequenceGroup) -> None:
         self._loop.abort_group(group)
 
     def _prepare_batch(
         self, prompts: Iterable[Prompt], sampling: SamplingParams | None, on_error: str, options: dict[str, Any]
-    ) -> list[SequenceGroup | OpenEngineError]:
-        """Every item checked before anything runs; with "raise" the first bad one is raised, naming its index."""
+    ) -> list[SequenceGroup | GenerationResult]:
+        """Every item checked before anything runs; a bad one is a result with its error, or raised, naming its index."""
         _check_on_error(on_error)
-        prompts = list(prompts)
+        check_options(sampling, options)
+        prompts = batch_items(prompts)
         if options.get("request_id") is not None and len(prompts) != 1:
             raise InvalidArgument(f"request_id names one request, the batch has {len(prompts)}; use GenerateRequests")
-        groups: list[SequenceGroup | OpenEngineError] = []
+        items: list[SequenceGroup | GenerationResult] = []
+        request_ids: set[str] = set()
         for index, prompt in enumerate(prompts):
             try:
-                groups.append(self._preparer.prepare(build_request(prompt, sampling, options)))
+                group = self._preparer.prepare(build_request(prompt, sampling, options))
+                self._check_unused(group.request_id, request_ids)
+                items.append(group)
             except OpenEngineError as exc:
                 if on_error == "raise":
-                    raise type(exc)(f"item {index} of {len(prompts)}: {exc.message}", details=exc.details) from exc
-                groups.append(exc)
-        return groups
+                    raise _named_item(exc, index, len(prompts)) from exc
+                items.append(_failed(_request_id(prompt, options), exc))
+        return items
+
+    def _check_unused(self, request_id: str, request_ids: set[str]) -> None:
+        """One batch runs in parts, so an id is looked for before any of it runs; `request_ids` are those before."""
+        if request_id in request_ids:
+            raise DuplicateRequest(f"request_id {request_id!r:.80} is used by an earlier item; give each item its own")
+        if self._loop.is_open(request_id):
+            raise DuplicateRequest(
+                f"request_id {request_id!r:.80} is in flight; wait for it to finish or choose another id"
+            )
+        request_ids.add(request_id)
 
     @property
     def _window(self) -> int:
@@ -484,39 +523,43 @@ class Engine:
         return min(4 * self._config.max_num_seqs, self._config.max_queued_requests)
 
     def _run_batch(
-        self, groups: list[SequenceGroup | OpenEngineError], on_error: str, progress: bool | None
+        self, items: list[SequenceGroup | GenerationResult], on_error: str, progress: bool | None
     ) -> Iterator[tuple[int, GenerationResult]]:
         finished = _Finished()
         pending: dict[int, Handle] = {}
         position = 0
-        with progress_bar(progress if len(groups) > 1 else False, total=len(groups), desc="generating", unit="req") as bar:
+        total = len(items)
+        with progress_bar(progress if total > 1 else False, total=total, desc="generating", unit="req") as bar:
             try:
-                for count in range(len(groups)):
-                    while position < len(groups) and len(pending) < self._window:
-                        item, groups[position] = groups[position], None
-                        self._start_item(position, item, pending, finished, on_error)
+                for count in range(total):
+                    while position < total and len(pending) < self._window:
+                        item, items[position] = items[position], None
+                        try:
+                            self._start_item(position, item, pending, finished, on_error)
+                        except OpenEngineError as exc:
+                            raise _named_item(exc, position, total) from exc
                         position += 1
                     index, result = finished.get()
                     handle = pending.pop(index, None)
                     if handle is not None:
                         result = _result_or_error(handle, on_error)
-                    bar(count + 1, len(groups))
+                    bar(count + 1, total)
                     yield index, result
             finally:
                 _cancel_and_wait(pending.values())
 
     def _start_item(
-        self, index: int, item: SequenceGroup | OpenEngineError, pending: dict[int, Handle], finished: _Finished, on_error: str
+        self, index: int, item: SequenceGroup | GenerationResult, pending: dict[int, Handle], finished: _Finished, on_error: str
     ) -> None:
-        if isinstance(item, OpenEngineError):
-            finished.put(index, GenerationResult(request_id="", error=item))
+        if isinstance(item, GenerationResult):
+            finished.put(index, item)
             return
         try:
-            handle = self._admit(item, keep_events=False)
+            handle = self._admit(item, keep_events=False, wait=True)
         except OpenEngineError as exc:
             if on_error == "raise":
                 raise
-            finished.put(index, GenerationResult(request_id=item.request_id, error=exc))
+            finished.put(index, _failed(item.request_id, exc))
             return
         pending[index] = handle
         handle.on_done(lambda: finished.put(index, None))
@@ -524,15 +567,15 @@ class Engine:
     async def _arun_batch(
         self, prompts: Iterable[Prompt], sampling: SamplingParams | None, on_error: str, options: dict[str, Any]
     ) -> list[GenerationResult]:
-        groups = self._prepare_batch(prompts, sampling, on_error, options)
+        items = self._prepare_batch(prompts, sampling, on_error, options)
         window = asyncio.Semaphore(self._window)
 
-        async def run(item: SequenceGroup | OpenEngineError) -> GenerationResult:
-            if isinstance(item, OpenEngineError):
-                return GenerationResult(request_id="", error=item)
+        async def run(item: SequenceGroup | GenerationResult) -> GenerationResult:
+            if isinstance(item, GenerationResult):
+                return item
             async with window:
                 try:
-                    handle = self._admit(item, keep_events=False)
+                    handle = await self._aadmit(item)
                     try:
                         return await handle.aresult()
                     except asyncio.CancelledError:
@@ -541,9 +584,9 @@ class Engine:
                 except OpenEngineError as exc:
                     if on_error == "raise":
                         raise
-                    return GenerationResult(request_id=item.request_id, error=exc)
+                    return _failed(item.request_id, exc)
 
-        tasks = [asyncio.ensure_future(run(item)) for item in groups]
+        tasks = [asyncio.ensure_future(run(item)) for item in items]
         try:
             return list(await asyncio.gather(*tasks))
         except BaseException:
@@ -554,17 +597,20 @@ class Engine:
 
     def _drain_reports(self, deadline_ms: int | None, abort_after_deadline: bool) -> Iterator[DrainResponse]:
         deadline = None if deadline_ms is None else time.monotonic() + deadline_ms / 1000
-        yield DrainResponse(DrainState.STARTED, self._loop.num_open, 0)
+        yield DrainResponse(DrainState.STARTED, self._loop.num_in_flight, 0)
         while True:
             left = None if deadline is None else deadline - time.monotonic()
             if self._loop.wait_idle(1.0 if left is None else max(0.0, min(1.0, left))):
                 yield DrainResponse(DrainState.COMPLETE, 0, 0)
                 return
             if left is None or left > 0:
-                yield DrainResponse(DrainState.IN_PROGRESS, self._loop.num_open, 0)
+                yield DrainResponse(DrainState.IN_PROGRESS, self._loop.num_in_flight, 0)
                 continue
             if not abort_after_deadline:
-                raise Draining(f"{self._loop.num_open} requests are still in flight at the deadline of {deadline_ms} ms")
+                raise Draining(
+                    f"{self._loop.num_in_flight} requests are still in flight at the deadline of {deadline_ms} ms; they go on, "
+                    "drain again to wait for them or pass abort_after_deadline=True"
+                )
             self._loop.abort_all()
             deadline = None
 
@@ -572,17 +618,28 @@ class Engine:
         request = GenerateRequest(
             token_ids=[0], sampling=SamplingParams(temperature=0.0, num_sequences=1), stopping=StoppingOptions(max_tokens=1)
         )
-        group = self._preparer.prepare(request)
-        group.publish = False
+        handle = None
         try:
-            self._admit(group, keep_events=False).result(timeout=60)
+            group = self._preparer.prepare(request)
+            group.publish, group.is_probe, group.priority = False, True, _PROBE_PRIORITY
+            handle = self._admit(group, keep_events=False)
+            handle.result(timeout=_PROBE_TIMEOUT_S)
         except (OpenEngineError, TimeoutError) as exc:
+            if handle is not None:
+                handle.cancel()
             return HealthCheck("inference_probe", HealthState.NOT_READY, str(exc))
         return HealthCheck("inference_probe", HealthState.READY)
 
     def _check_model(self, model: str | None) -> None:
         if model is not None and model not in self._model_names:
             raise ModelNotFound(f"model {model!r} is not served; served are {', '.join(self._model_names)}")
+
+
+class _Closed:
+    """Stands in for what a closed engine has given back."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise PreconditionFailed("the engine is closed; create a new Engine")
 
 
 class _Finished:
@@ -732,7 +789,25 @@ def _result_or_error(handle: Handle, on_error: str) -> GenerationResult:
     except OpenEngineError as exc:
         if on_error == "raise":
             raise
-        return GenerationResult(request_id=handle.request_id, error=exc)
+        return _failed(handle.request_id, exc)
+
+
+def _failed(request_id: str, error: OpenEngineError) -> GenerationResult:
+    """A result in an error's place; a copy, because a raised error refers to frames and they to the engine."""
+    return GenerationResult(request_id=request_id, error=copy.copy(error))
+
+
+def _named_item(error: OpenEngineError, index: int, total: int) -> OpenEngineError:
+    named = copy.copy(error)
+    named.message = f"item {index} of {total}: {error.message}"
+    named.args = (named.message,)
+    return named
+
+
+def _request_id(prompt: Any, options: Mapping[str, Any]) -> str:
+    """The id the caller gave, if it is one."""
+    request_id = prompt.request_id if isinstance(prompt, GenerateRequest) else options.get("request_id")
+    return request_id if isinstance(request_id, str) else ""
 
 
 def _cancel_and_wait(handles: Iterable[Handle]) -> None:
@@ -742,8 +817,3 @@ def _cancel_and_wait(handles: Iterable[Handle]) -> None:
         handle.cancel()
     for handle in handles:
         handle.wait()
-
-
-def _shut_down(loop: EngineLoop) -> None:
-    loop.close()
-    trim_allocator()

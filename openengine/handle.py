@@ -7,6 +7,7 @@ until the request has ended, and no longer.
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
 import time
 from collections import deque
@@ -97,7 +98,7 @@ class Handle:
             if self._events:
                 return self._events.popleft()
         if self._error is not None:
-            raise self._error
+            raise copy.copy(self._error)
         return None
 
     async def anext_event(self) -> GenerateEvent | None:
@@ -108,7 +109,7 @@ class Handle:
                     return self._events.popleft()
             if self.done:
                 if self._error is not None:
-                    raise self._error
+                    raise copy.copy(self._error)
                 return None
             await self._wait(lambda: self._events or self.done)
 
@@ -123,7 +124,8 @@ class Handle:
 
     def _outcome(self) -> GenerationResult:
         if self._error is not None:
-            raise self._error
+            # A copy for each caller: a raised error refers to the frames it passed, and with them to the engine.
+            raise copy.copy(self._error)
         assert self._result is not None
         return self._result
 
@@ -144,8 +146,9 @@ class Handle:
                 self._result, self._error = result, error
                 self._group = self._cancel = self._collector = None
                 on_done, self._on_done = self._on_done, None
-            waiters, self._waiters = self._waiters, []
+            waiters = []
             if self._events is not None or is_last:
+                waiters, self._waiters = self._waiters, waiters
                 self._changed.notify_all()
         if is_last and on_done is not None:
             on_done()

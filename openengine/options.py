@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from openengine.types import (
     StoppingOptions,
 )
 
-__all__ = ["Prompt", "build_request", "is_single_prompt", "suggest"]
+__all__ = ["Prompt", "batch_items", "build_request", "check_options", "is_single_prompt", "suggest"]
 
 Prompt = str | Sequence[int] | GenerateRequest
 
@@ -49,19 +49,37 @@ _ALL = _SAMPLING | _STOPPING | _RESPONSE | _KV | _GUIDES | _REQUEST | _SUGAR
 def is_single_prompt(value: object) -> bool:
     """Whether `value` is one prompt (text, token ids, a request) and not a batch of prompts.
 
-    A non-empty sequence of integers is one prompt; an empty one is an empty batch.
+    A non-empty sequence of integers is one prompt; an empty one is an empty batch. Arrays, tensors and
+    series count as sequences. Raises InvalidArgument for what is neither a prompt nor a batch.
     """
     if isinstance(value, (str, GenerateRequest)):
         return True
-    if isinstance(value, np.ndarray):
-        return value.ndim == 1 and value.dtype.kind in "iu" and len(value) > 0
-    if isinstance(value, (bytes, dict)) or not isinstance(value, Iterable):
-        raise InvalidArgument(
-            f"a prompt is a str, a list of token ids or a GenerateRequest, not {type(value).__name__}; "
-            "a list of those is a batch"
-        )
-    first = next(iter(value), None) if isinstance(value, Sequence) or hasattr(value, "__len__") else None
+    array = _as_array(value)
+    if array is not None:
+        return array.ndim == 1 and array.dtype.kind in "iu" and len(array) > 0
+    if isinstance(value, (bytes, bytearray, memoryview, Mapping)) or not isinstance(value, Iterable):
+        raise _no_prompt(value)
+    first = next(iter(value), None) if hasattr(value, "__len__") else None
     return isinstance(first, (int, np.integer)) and not isinstance(first, bool)
+
+
+def batch_items(prompts: Iterable[Prompt]) -> list[Prompt]:
+    """The items of a batch. Raises InvalidArgument for a single prompt, whose characters or ids are no items."""
+    if is_single_prompt(prompts):
+        raise InvalidArgument("a batch is a list of prompts, this is one prompt; put it into a list, or use generate")
+    array = _as_array(prompts)
+    return list(prompts if array is None else array)
+
+
+def check_options(sampling: object, options: Mapping[str, Any]) -> None:
+    """Raises InvalidArgument for an unknown keyword, with a suggestion, and for a `sampling` of another type."""
+    for name in options:
+        if name not in _ALL:
+            raise InvalidArgument(f"unknown option {name!r}{suggest(name, _ALL)}")
+    if sampling is not None and not isinstance(sampling, SamplingParams):
+        raise InvalidArgument(
+            f"sampling must be a SamplingParams, not {type(sampling).__name__}; use keywords for single options"
+        )
 
 
 def build_request(prompt: Prompt, sampling: SamplingParams | None, options: dict[str, Any]) -> GenerateRequest:
@@ -70,16 +88,12 @@ def build_request(prompt: Prompt, sampling: SamplingParams | None, options: dict
     Raises InvalidArgument for an unknown keyword (with a suggestion), for options beside a
     `GenerateRequest`, and for anything that is not a prompt.
     """
-    for name in options:
-        if name not in _ALL:
-            raise InvalidArgument(f"unknown option {name!r}{suggest(name, _ALL)}")
+    check_options(sampling, options)
     if isinstance(prompt, GenerateRequest):
         if sampling is not None or options:
             named = ", ".join(["sampling"] * (sampling is not None) + sorted(options))
             raise InvalidArgument(f"a GenerateRequest carries its own options; move {named} into it")
         return prompt
-    if sampling is not None and not isinstance(sampling, SamplingParams):
-        raise InvalidArgument(f"sampling must be a SamplingParams, not {type(sampling).__name__}; use keywords for single options")
     return GenerateRequest(
         **_input(prompt),
         sampling=dataclasses.replace(sampling or SamplingParams(), **_pick(options, _SAMPLING)),
@@ -101,10 +115,33 @@ def suggest(name: str, known: Iterable[str]) -> str:
 def _input(prompt: str | Sequence[int]) -> dict[str, Any]:
     if isinstance(prompt, str):
         return {"prompt": prompt}
-    if not is_single_prompt(prompt):
-        raise InvalidArgument("a prompt with no token ids; give at least one, or a text" if not len(prompt) else
-                              f"a prompt is a str, a list of token ids or a GenerateRequest, not {type(prompt).__name__}")
-    return {"token_ids": prompt}
+    if is_single_prompt(prompt):
+        return {"token_ids": prompt}
+    if hasattr(prompt, "__len__") and not len(prompt):
+        raise InvalidArgument("a prompt with no token ids; give at least one, or a text")
+    raise _no_prompt(prompt)
+
+
+def _as_array(value: object) -> np.ndarray | None:
+    """What behaves like an array (numpy, torch, pandas) as one of numpy; None for everything else."""
+    if isinstance(value, np.generic) or not hasattr(value, "__array__"):
+        return None
+    try:
+        array = np.asarray(value)
+    except Exception as exc:  # a tensor on another device, or anything else its library refuses to convert
+        raise InvalidArgument(f"{type(value).__name__} does not become an array ({exc}); pass a list") from exc
+    if array.ndim == 1 or (array.ndim == 2 and array.dtype.kind in "iu"):
+        return array
+    raise InvalidArgument(
+        f"{type(value).__name__} with {array.ndim} dimensions of {array.dtype} is no batch of prompts; "
+        "pass one column of texts, or rows of token ids"
+    )
+
+
+def _no_prompt(value: object) -> InvalidArgument:
+    return InvalidArgument(
+        f"a prompt is a str, a list of token ids or a GenerateRequest, not {type(value).__name__}; a list of those is a batch"
+    )
 
 
 def _pick(options: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
@@ -112,27 +149,43 @@ def _pick(options: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
 
 
 def _conditions(options: dict[str, Any]) -> tuple[StopCondition, ...]:
-    texts, ids = options.get("stop"), options.get("stop_token_ids")
-    texts = [texts] if isinstance(texts, str) else texts or ()
-    ids = [ids] if isinstance(ids, int) else () if ids is None else ids
     return (
-        *(options.get("conditions") or ()),
-        *(StopCondition(stop_text=text) for text in texts),
-        *(StopCondition(stop_token_id=int(i) if isinstance(i, np.integer) else i) for i in ids),
+        *_several("conditions", options, StopCondition),
+        *(StopCondition(stop_text=text) for text in _several("stop", options, str)),
+        *(StopCondition(stop_token_id=token_id) for token_id in _several("stop_token_ids", options, int, np.integer)),
     )
+
+
+def _several(name: str, options: dict[str, Any], *kinds: type) -> tuple[Any, ...]:
+    """One or more items of `kinds[0]`, as a tuple."""
+    value = options.get(name)
+    if value is None:
+        return ()
+    if isinstance(value, kinds):
+        return (value,)
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) != 1:
+        raise InvalidArgument(f"{name} must be a {kinds[0].__name__} or a list of them, not {value!r:.80}")
+    return tuple(value)
 
 
 def _response(options: dict[str, Any]) -> ResponseOptions:
     response = _pick(options, _RESPONSE)
     for name, side in (("logprobs", "output"), ("prompt_logprobs", "prompt")):
         count = options.get(name)
-        if count is None or count is False:
+        if count is None:
             continue
-        if f"{side}_candidates" in response:
-            raise InvalidArgument(f"{name} and {side}_candidates both choose candidates; keep one of them")
-        response.setdefault(f"return_{side}_logprobs", True)
-        if count is not True and count != 0:
-            response[f"{side}_candidates"] = CandidateTokenSelection(top_n=count)
+        if isinstance(count, np.generic):
+            count = count.item()
+        if not isinstance(count, int) or count < 0:
+            raise InvalidArgument(f"{name} must be a number of candidates, 0 or more, or True or False, not {count!r:.80}")
+        flag, candidates = f"return_{side}_logprobs", f"{side}_candidates"
+        if response.get(flag) not in (None, count is not False):
+            raise InvalidArgument(f"{name}={count} contradicts {flag}={response[flag]}; keep one of them")
+        if response.get(candidates) is not None:
+            raise InvalidArgument(f"{name} and {candidates} both choose candidates; keep one of them")
+        response[flag] = count is not False
+        if count is not True and count:
+            response[candidates] = CandidateTokenSelection(top_n=count)
     return ResponseOptions(**response)
 
 
@@ -148,9 +201,14 @@ def _guide(options: dict[str, Any]) -> GuidedDecoding | None:
     if name == "grammar":
         return GuidedDecoding(ebnf_grammar=value)
     if name == "choice":
-        return GuidedDecoding(choice=ChoiceConstraint(tuple(value)))
+        if isinstance(value, str):
+            raise InvalidArgument(f"choice must be a list of texts, not {value!r:.80}")
+        return GuidedDecoding(choice=ChoiceConstraint(_several("choice", {name: value}, str)))
     if name == "json_object":
         return GuidedDecoding(json_object=JsonObjectConstraint())
     if name == "json_schema" and isinstance(value, dict):
-        value = json.dumps(value)
+        try:
+            value = json.dumps(value)
+        except (TypeError, ValueError) as exc:
+            raise InvalidArgument(f"json_schema is no JSON: {exc}") from exc
     return GuidedDecoding(**{name: value})

@@ -703,6 +703,8 @@ class KvEvent:
 _UINT32_MAX = 2**32 - 1
 _UINT64_MAX = 2**64 - 1
 _INT32_MAX = 2**31 - 1
+_MAX_STOP_CHARS = 1 << 16  # each is a node of the automaton that looks for stops, some 300 bytes
+_GROUPS = {"sampling": SamplingParams, "stopping": StoppingOptions, "response": ResponseOptions, "kv": KvOptions}
 
 
 def validate_request(request: GenerateRequest) -> None:
@@ -711,16 +713,24 @@ def validate_request(request: GenerateRequest) -> None:
     Raises InvalidArgument naming the field, its value and its range (SMP-02..11, STP-06/07,
     LGP-07/16, KVO-04, GEN-03/04).
     """
+    if not isinstance(request, GenerateRequest):
+        raise InvalidArgument(f"a request must be a GenerateRequest, not {request!r:.80}")
+    for name, kind in _GROUPS.items():
+        if not isinstance(getattr(request, name), kind):
+            raise InvalidArgument(f"{name} must be a {kind.__name__}, not {getattr(request, name)!r:.80}")
+    for name in ("prompt", "request_id", "model", "lora_name"):
+        _check_text(name, getattr(request, name))
     if (request.prompt is None) == (request.token_ids is None):
         raise InvalidArgument("a request takes exactly one of prompt and token_ids; pass text or ids, not both")
     _validate_sampling(request.sampling)
     _validate_stopping(request.stopping)
     _validate_response(request.response)
-    if request.kv.cache_salt == "":
-        raise InvalidArgument("cache_salt is empty; leave it out to share the cache, or give a non-empty salt")
-    _check_type("cache_salt", request.kv.cache_salt, str)
-    _check_type("bypass_prefix_cache", request.kv.bypass_prefix_cache, bool)
+    _validate_kv(request.kv)
     _check_integer("priority", request.priority, -_INT32_MAX - 1, _INT32_MAX)
+    _check_type("guided", request.guided, GuidedDecoding)
+    _check_items("media", request.media, MediaItem)
+    if not isinstance(request.metadata, Mapping):
+        raise InvalidArgument(f"metadata must be a mapping of texts, not {request.metadata!r:.80}")
 
 
 def _validate_sampling(sampling: SamplingParams) -> None:
@@ -738,60 +748,122 @@ def _validate_sampling(sampling: SamplingParams) -> None:
 def _validate_stopping(stopping: StoppingOptions) -> None:
     _check_integer("max_tokens", stopping.max_tokens, 0, _UINT32_MAX)
     _check_integer("min_tokens", stopping.min_tokens, 0, _UINT32_MAX)
-    _check_type("ignore_eos", stopping.ignore_eos, bool)
-    _check_type("include_stop_in_output", stopping.include_stop_in_output, bool)
+    _check_flag("ignore_eos", stopping.ignore_eos)
+    _check_flag("include_stop_in_output", stopping.include_stop_in_output)
     if stopping.max_tokens is not None and (stopping.min_tokens or 0) > stopping.max_tokens:
         raise InvalidArgument(
             f"min_tokens {stopping.min_tokens} exceeds max_tokens {stopping.max_tokens}; lower one or raise the other"
         )
+    _check_items("conditions", stopping.conditions, StopCondition)
     for index, condition in enumerate(stopping.conditions):
         if (condition.stop_text is None) == (condition.stop_token_id is None):
             raise InvalidArgument(f"stop condition {index} takes exactly one of stop_text and stop_token_id")
-        _check_type(f"stop condition {index}: stop_text", condition.stop_text, str)
+        _check_text(f"stop condition {index}: stop_text", condition.stop_text)
         _check_integer(f"stop condition {index}: stop_token_id", condition.stop_token_id, 0, _UINT32_MAX)
         if condition.stop_text == "":
             raise InvalidArgument(f"stop condition {index} has an empty stop_text; it would match everywhere")
+    num_chars = sum(len(text) for text in stop_texts(stopping))
+    if num_chars > _MAX_STOP_CHARS:
+        raise InvalidArgument(
+            f"the stop texts have {num_chars} characters together, the limit is {_MAX_STOP_CHARS}; give fewer or shorter ones"
+        )
 
 
 def _validate_response(response: ResponseOptions) -> None:
-    _check_type("return_prompt_logprobs", response.return_prompt_logprobs, bool)
-    _check_type("return_output_logprobs", response.return_output_logprobs, bool)
+    _check_flag("return_prompt_logprobs", response.return_prompt_logprobs)
+    _check_flag("return_output_logprobs", response.return_output_logprobs)
     _check_integer("prompt_logprob_start", response.prompt_logprob_start, 0, _UINT32_MAX)
     for name in ("prompt", "output"):
         selection = getattr(response, f"{name}_candidates")
         if selection is None:
             continue
-        if getattr(response, f"return_{name}_logprobs") is False:
+        _check_type(f"{name}_candidates", selection, CandidateTokenSelection)
+        returned = getattr(response, f"return_{name}_logprobs")
+        if returned is not None and not returned:
             raise InvalidArgument(f"{name}_candidates contradicts return_{name}_logprobs=False; drop one of them")
         variants = [v for v in (selection.top_n, selection.token_ids, selection.all) if v is not None]
         if len(variants) != 1:
             raise InvalidArgument(f"{name}_candidates takes exactly one of top_n, token_ids and all")
         _check_integer(f"{name}_candidates: top_n", selection.top_n, 0, _UINT32_MAX)
-        if selection.token_ids is not None and not selection.token_ids:
-            raise InvalidArgument(f"{name}_candidates has an empty token_ids selection; name at least one id")
+        _check_type(f"{name}_candidates: all", selection.all, AllCandidates)
+        if selection.token_ids is not None:
+            _validate_candidate_ids(name, selection.token_ids)
+
+
+def _validate_candidate_ids(name: str, token_ids: Sequence[int]) -> None:
+    if not isinstance(token_ids, (tuple, list, range, np.ndarray)):
+        raise InvalidArgument(f"{name}_candidates: token_ids must be a sequence of token ids, not {token_ids!r:.80}")
+    if not len(token_ids):
+        raise InvalidArgument(f"{name}_candidates has an empty token_ids selection; name at least one id")
+    seen: set[int] = set()
+    for token_id in token_ids:
+        _check_integer(f"{name}_candidates: token id", token_id, 0, _UINT32_MAX)
+        if token_id in seen:
+            raise InvalidArgument(f"{name}_candidates names token id {token_id} twice; name each once")
+        seen.add(token_id)
+
+
+def _validate_kv(kv: KvOptions) -> None:
+    _check_text("cache_salt", kv.cache_salt)
+    if kv.cache_salt == "":
+        raise InvalidArgument("cache_salt is empty; leave it out to share the cache, or give a non-empty salt")
+    _check_flag("bypass_prefix_cache", kv.bypass_prefix_cache)
+    _check_integer("data_parallel_rank", kv.data_parallel_rank, 0, _UINT32_MAX)
+    _check_type("session", kv.session, KvSessionRef)
 
 
 def _check_type(name: str, value: object, kind: type) -> None:
     if value is not None and not isinstance(value, kind):
-        raise InvalidArgument(f"{name} must be a {kind.__name__}, not {value!r}")
+        raise InvalidArgument(f"{name} must be a {kind.__name__}, not {value!r:.80}")
+
+
+def _check_flag(name: str, value: object) -> None:
+    if value is not None and not isinstance(value, (bool, np.bool_)):
+        raise InvalidArgument(f"{name} must be True or False, not {value!r:.80}")
+
+
+def _check_text(name: str, value: object) -> None:
+    """A text that can be encoded: keys are hashes of bytes, and a server sends bytes."""
+    _check_type(name, value, str)
+    if value is None or value.isascii():
+        return
+    try:
+        value.encode()
+    except UnicodeEncodeError as exc:
+        raise InvalidArgument(
+            f"{name} holds a lone surrogate ({value[exc.start]!r} at position {exc.start}), which is no character; "
+            "decode the bytes it came from with errors='replace'"
+        ) from None
+
+
+def _check_items(name: str, values: object, kind: type) -> None:
+    if not isinstance(values, (tuple, list)):
+        raise InvalidArgument(f"{name} must be a tuple of {kind.__name__}, not {values!r:.80}")
+    for index, value in enumerate(values):
+        if not isinstance(value, kind):
+            raise InvalidArgument(f"{name}[{index}] must be a {kind.__name__}, not {value!r:.80}")
 
 
 def _check_number(name: str, value: object, rule: str, accepts) -> None:
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise InvalidArgument(f"{name} must be a number {rule}, not {value!r}")
-    if not math.isfinite(value) or not accepts(value):
-        raise InvalidArgument(f"{name} must be {rule}, not {value!r}")
+        raise InvalidArgument(f"{name} must be a number {rule}, not {value!r:.80}")
+    try:
+        finite = math.isfinite(value)
+    except OverflowError:  # an int beyond the range of float
+        finite = False
+    if not finite or not accepts(value):
+        raise InvalidArgument(f"{name} must be {rule}, not {value!r:.80}")
 
 
 def _check_integer(name: str, value: object, low: int, high: int, *, note: str = "") -> None:
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise InvalidArgument(f"{name} must be an integer, not {value!r}")
+        raise InvalidArgument(f"{name} must be an integer, not {value!r:.80}")
     if not low <= value <= high:
-        raise InvalidArgument(f"{name} must be between {low} and {high}{note}, not {value!r}")
+        raise InvalidArgument(f"{name} must be between {low} and {high}{note}, not {value!r:.80}")
 
 
 def stop_texts(stopping: StoppingOptions) -> Iterator[str]:

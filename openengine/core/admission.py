@@ -13,7 +13,7 @@ import uuid
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -38,7 +38,9 @@ from openengine.types import (
     validate_request,
 )
 
-__all__ = ["MAX_TOP_N", "Limits", "RequestPreparer", "sampling_defaults"]
+__all__ = ["MAX_TOP_N", "Limits", "RequestPreparer", "as_token_ids", "sampling_defaults"]
+
+_Options = TypeVar("_Options", SamplingParams, StoppingOptions, ResponseOptions, CandidateTokenSelection)
 
 MAX_TOP_N = 256  # per position; beyond that a caller wants all candidates, and says so
 _MAX_REPORTED_VALUES = 1 << 28  # candidates kept for one request: 4 GiB of ids, logprobs and ranks
@@ -79,8 +81,10 @@ def sampling_defaults(
 
     The engine's `default_sampling` comes first, then the checkpoint's generation_config.json, then neutral
     values (temperature 1, nothing cut). Of generation_config, sampling values count where `do_sample` is
-    true; `do_sample: false` means greedy.
+    true; `do_sample: false` means greedy. Raises InvalidArgument for a value that no request may have.
     """
+    if not isinstance(default_sampling, SamplingParams):
+        raise InvalidArgument(f"default_sampling must be a SamplingParams, not {default_sampling!r:.80}")
     values = {name: getattr(_NEUTRAL, name) for name in SamplingParams.__dataclass_fields__}
     if generation_config.get("do_sample") is False:
         values["temperature"] = 0.0
@@ -91,7 +95,15 @@ def sampling_defaults(
     for name in values:
         if getattr(default_sampling, name) is not None:
             values[name] = getattr(default_sampling, name)
-    return SamplingParams(**values), generation_config.get("max_new_tokens")
+    defaults, max_tokens = SamplingParams(**values), generation_config.get("max_new_tokens")
+    try:
+        validate_request(GenerateRequest(prompt="", sampling=defaults, stopping=StoppingOptions(max_tokens=max_tokens)))
+    except InvalidArgument as exc:
+        raise InvalidArgument(
+            f"default_sampling or the model's generation_config.json: {exc.message}; "
+            "correct it, or pass generation_config=False to leave the file out"
+        ) from exc
+    return _plain(defaults), max_tokens
 
 
 class RequestPreparer:
@@ -119,30 +131,31 @@ class RequestPreparer:
         Raises the error that a server would answer with instead of accepting the request.
         """
         limits = self._limits
-        if request.request_id == "":
+        if isinstance(request.request_id, str) and not request.request_id:
             raise InvalidArgument("request_id is empty; leave it out to get a fresh one")
-        if request.model is not None and request.model not in limits.model_names:
-            raise ModelNotFound(f"model {request.model!r} is not served; served are {', '.join(limits.model_names)}")
+        if isinstance(request.model, str) and request.model not in limits.model_names:
+            raise ModelNotFound(f"model {request.model!r:.80} is not served; served are {', '.join(limits.model_names)}")
         validate_request(request)
         _refuse_unsupported(request)
         self._check_ids(request)
         sampling = self._effective_sampling(request.sampling)
+        stopping = _plain(request.stopping)
         prompt_ids = self._prompt_ids(request)
-        max_len, reason = self._max_len(len(prompt_ids), request.stopping)
-        response = self._effective_response(request.response, len(prompt_ids), max_len)
+        max_len, reason = self._max_len(len(prompt_ids), stopping)
+        response = self._effective_response(request.response, len(prompt_ids), max_len, sampling.num_sequences)
         group = SequenceGroup(
             request_id=request.request_id or str(uuid.uuid4()),
             prompt_ids=prompt_ids,
             sampling=sampling,
-            stopping=replace(request.stopping, max_tokens=max_len - len(prompt_ids)),
+            stopping=replace(stopping, max_tokens=max_len - len(prompt_ids)),
             response=response,
             seed=sampling.seed if sampling.seed is not None else self._fresh_seed(),
             max_len=max_len,
             max_len_reason=reason,
-            stop_token_ids=frozenset(stop_token_ids(request.stopping)),
+            stop_token_ids=frozenset(map(int, stop_token_ids(stopping))),
             eos_token_ids=limits.eos_token_ids,
             sink=None,
-            priority=request.priority or 0,
+            priority=int(request.priority or 0),
             cache_salt=request.kv.cache_salt,
             bypass_prefix_cache=bool(request.kv.bypass_prefix_cache),
             score_start=max(1, response.prompt_logprob_start or 0) if response.return_prompt_logprobs else None,
@@ -168,7 +181,7 @@ class RequestPreparer:
                 )
             ids = np.asarray(self._tokenizer.encode(request.prompt), dtype=np.int64)
         else:
-            ids = _as_token_ids(request.token_ids)
+            ids = as_token_ids(request.token_ids)
         if not len(ids):
             raise InvalidArgument("the prompt has no tokens; give at least one")
         if ids.min() < 0 or ids.max() >= limits.vocab_size:
@@ -205,11 +218,18 @@ class RequestPreparer:
 
     def _check_ids(self, request: GenerateRequest) -> None:
         self._check_vocabulary("stop_token_id", stop_token_ids(request.stopping))
+        held_back = set(stop_token_ids(request.stopping))
+        if not request.stopping.ignore_eos:
+            held_back |= self._limits.eos_token_ids
+        if request.stopping.min_tokens and len(held_back) >= self._limits.vocab_size:
+            raise InvalidArgument(
+                f"min_tokens {request.stopping.min_tokens} leaves nothing to sample: all {len(held_back)} token ids are stops"
+            )
         for name in ("prompt_candidates", "output_candidates"):
             selection = getattr(request.response, name)
             if selection is None:
                 continue
-            self._check_vocabulary(f"{name}: token id", selection.token_ids or ())
+            self._check_vocabulary(f"{name}: token id", () if selection.token_ids is None else selection.token_ids)
             if selection.top_n is not None and selection.top_n > self.max_top_n:
                 raise InvalidArgument(
                     f"{name}: top_n {selection.top_n} exceeds the limit of {self.max_top_n}; ask for fewer, or for all"
@@ -217,7 +237,7 @@ class RequestPreparer:
 
     def _check_vocabulary(self, name: str, ids: Iterable[int]) -> None:
         for token_id in ids:
-            if not isinstance(token_id, (int, np.integer)) or not 0 <= token_id < self._limits.vocab_size:
+            if not 0 <= token_id < self._limits.vocab_size:
                 raise InvalidArgument(f"{name} {token_id!r} is outside the vocabulary of {self._limits.vocab_size}")
 
     @property
@@ -234,9 +254,12 @@ class RequestPreparer:
                 f"num_sequences {values['num_sequences']} exceeds max_num_seqs {self._limits.max_num_sequences}; "
                 "ask for fewer, or create the engine with a larger max_num_seqs"
             )
-        return SamplingParams(**values)
+        return _plain(SamplingParams(**values))
 
-    def _effective_response(self, response: ResponseOptions, num_prompt: int, max_len: int) -> ResponseOptions:
+    def _effective_response(
+        self, response: ResponseOptions, num_prompt: int, max_len: int, num_sequences: int
+    ) -> ResponseOptions:
+        response = _plain(response)
         start = response.prompt_logprob_start
         if start is not None and start >= num_prompt:
             raise InvalidArgument(
@@ -245,21 +268,24 @@ class RequestPreparer:
         wants_prompt = bool(response.return_prompt_logprobs or response.prompt_candidates)
         if wants_prompt:
             self._check_size("prompt_candidates", response.prompt_candidates, num_prompt - (start or 0))
-        self._check_size("output_candidates", response.output_candidates, max_len - num_prompt)
+        self._check_size("output_candidates", response.output_candidates, (max_len - num_prompt) * num_sequences)
         return replace(
             response,
+            prompt_candidates=_plain_selection(response.prompt_candidates),
+            output_candidates=_plain_selection(response.output_candidates),
             return_prompt_logprobs=wants_prompt,
             return_output_logprobs=bool(response.return_output_logprobs or response.output_candidates),
         )
 
     def _check_size(self, name: str, selection: CandidateTokenSelection | None, num_positions: int) -> None:
-        if selection is None or selection.all is None:
+        if selection is None or selection.top_n is not None:
             return
-        count = num_positions * self._limits.vocab_size
+        width = len(selection.token_ids) if selection.token_ids is not None else self._limits.vocab_size
+        count = num_positions * width
         if count > _MAX_REPORTED_VALUES:
             raise InvalidArgument(
-                f"{name}: all candidates at {num_positions} positions are {count} values, the limit is "
-                f"{_MAX_REPORTED_VALUES}; bound the output with max_tokens, or ask for top_n or token_ids"
+                f"{name}: {width} candidates at {num_positions} positions are {count} values, the limit is "
+                f"{_MAX_REPORTED_VALUES}; bound the output with max_tokens, or ask for fewer candidates"
             )
 
     def _fresh_seed(self) -> int:
@@ -269,14 +295,32 @@ class RequestPreparer:
         return int.from_bytes(digest[:8], "little")
 
 
-def _as_token_ids(token_ids: Sequence[int]) -> np.ndarray:
+def as_token_ids(token_ids: Sequence[int]) -> np.ndarray:
+    """i64[N] of a caller's ids, whatever kind of sequence holds them. Raises InvalidArgument unless all are integers."""
     try:
         ids = np.asarray(token_ids)
-    except (ValueError, TypeError):
+    except Exception:  # ragged, or a tensor that its library refuses to convert
         ids = None
-    if ids is None or ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
+    flat = ids is not None and ids.ndim == 1 and (not len(ids) or ids.dtype.kind in "iu")
+    # numpy reads True as 1 among integers.
+    if not flat or (isinstance(token_ids, (list, tuple)) and not {bool, np.bool_}.isdisjoint(map(type, token_ids))):
         raise InvalidArgument(f"token_ids must be a flat sequence of integers, not {token_ids!r:.80}")
+    if ids.dtype.kind == "u" and len(ids) and ids.max() > np.iinfo(np.int64).max:
+        raise InvalidArgument(f"token id {ids.max()} is outside every vocabulary")
     return ids.astype(np.int64, copy=False)
+
+
+def _plain(options: _Options) -> _Options:
+    """`options` with Python's numbers for numpy's, whose narrow and unsigned kinds overflow in arithmetic."""
+    values = {name: getattr(options, name) for name in options.__dataclass_fields__}
+    changes = {name: value.item() for name, value in values.items() if isinstance(value, np.generic)}
+    return replace(options, **changes) if changes else options
+
+
+def _plain_selection(selection: CandidateTokenSelection | None) -> CandidateTokenSelection | None:
+    if selection is None or selection.token_ids is None:
+        return selection and _plain(selection)
+    return CandidateTokenSelection(token_ids=tuple(map(int, selection.token_ids)))
 
 
 def _refuse_unsupported(request: GenerateRequest) -> None:

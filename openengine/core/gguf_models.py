@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,24 @@ class HfTensor:
     source: GgufTensor
     _relayout: Callable[[np.ndarray], np.ndarray] | None = None
     _offset: float = 0.0
+
+    def chunks(self, max_values: int) -> Iterator[tuple[slice, np.ndarray]]:
+        """Ranges of the first dimension with their values, float32, of about `max_values` each.
+
+        Each array is overwritten by the next. A tensor whose layout differs from the file's comes whole.
+        """
+        if self._relayout is not None or len(self.shape) < 2:
+            yield slice(None), self.load()
+            return
+        num_rows, row_values = self.shape[0], math.prod(self.shape[1:])
+        step = max(1, min(num_rows, max_values // row_values))
+        buffer = np.empty((step, *self.shape[1:]), np.float32)
+        for start in range(0, num_rows, step):
+            rows = slice(start, min(start + step, num_rows))
+            values = self.source.dequantize(buffer[: rows.stop - rows.start], rows=rows)
+            if self._offset:
+                values += np.float32(self._offset)
+            yield rows, values
 
     def load(self, out: np.ndarray | None = None) -> np.ndarray:
         """Values as C-contiguous float32 in `shape`: a new array, or `out` (C-contiguous float32 of that shape).

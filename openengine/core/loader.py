@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 _INDEX = "model.safetensors.index.json"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
+_CHUNK_VALUES = 1 << 21  # values dequantized at a time on their way to another dtype: 8 MiB
 _LISTED = 10  # names in a message before it counts the rest
 
 
@@ -61,7 +62,8 @@ class Checkpoint:
     """A model on disk whose weights have not been read. `format` is `safetensors` or `gguf`.
 
     `files` are those that hold the weights, in name order. `index` maps tensor names to file names, where the
-    checkpoint has an index; it then decides which file a tensor comes from.
+    checkpoint has an index; it then decides which file a tensor comes from. `gguf` is the parsed file, mapped until the
+    checkpoint is dropped, so that its long vocabulary is read once.
     """
 
     path: Path
@@ -71,6 +73,7 @@ class Checkpoint:
     generation_config: Mapping[str, Any]
     files: tuple[Path, ...]
     index: Mapping[str, str] | None = field(default=None, repr=False)
+    gguf: GgufFile | None = field(default=None, repr=False)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -111,24 +114,19 @@ class Checkpoint:
         """Load the tokenizer that belongs to the weights."""
         from openengine.core import tokenizer
 
-        if self.format == "gguf":
-            from openengine.core.gguf import GgufFile
-
-            with GgufFile(self.path) as file:
-                return tokenizer.tokenizer_from_gguf(file.metadata)
+        if self.gguf is not None:
+            return tokenizer.tokenizer_from_gguf(self.gguf.metadata)
         return tokenizer.load_tokenizer(self.path)
 
     @contextmanager
     def weights(self) -> Iterator[Mapping[str, WeightSource]]:
         """Stored tensors by Hugging Face name, readable while the context is open."""
-        with ExitStack() as stack:
-            if self.format == "gguf":
-                from openengine.core.gguf import GgufFile
-                from openengine.core.gguf_models import hf_tensors
+        if self.gguf is not None:
+            from openengine.core.gguf_models import hf_tensors
 
-                file = stack.enter_context(GgufFile(self.path))
-                yield {tensor.name: _GgufWeight(tensor) for tensor in hf_tensors(file)}
-                return
+            yield {tensor.name: _GgufWeight(tensor) for tensor in hf_tensors(self.gguf)}
+            return
+        with ExitStack() as stack:
             by_file = {file.name: stack.enter_context(SafetensorsFile(file)).tensors for file in self.files}
             if self.index is None:
                 yield {name: tensor for tensors in by_file.values() for name, tensor in tensors.items()}
@@ -187,7 +185,7 @@ def load_model(
     if not config.ropes and max_length > config.max_position_embeddings:
         raise InvalidArgument(
             f"max_model_len {max_length} exceeds the {config.max_position_embeddings} positions this model has learned"
-        )
+    )
     kind = model_class(config)
     with checkpoint.weights() as stored:
         sources = _canonical_names(stored, kind)
@@ -294,7 +292,7 @@ def _single_file(path: Path, names: list[str]) -> str:
     if tensors == ["consolidated.safetensors"]:
         raise UnsupportedFeature(
             f"{path} holds consolidated.safetensors, which has other tensor names; convert it to Hugging Face format"
-        )
+    )
     if len(tensors) == 1:
         return tensors[0]
     if tensors:
@@ -303,7 +301,7 @@ def _single_file(path: Path, names: list[str]) -> str:
         raise UnsupportedFeature(
             f"{path} holds weights only as pickle files {_listed(pickles)}; convert them to safetensors "
             "(transformers: `model.save_pretrained(directory)`)"
-        )
+    )
     raise InvalidArgument(f"{path} holds no weights: model.safetensors, or shards with {_INDEX}, are missing")
 
 
@@ -321,20 +319,21 @@ def _open_gguf(path: Path) -> Checkpoint:
     from openengine.core.gguf import GgufFile
     from openengine.core.gguf_models import generation_defaults, hf_config
 
-    with GgufFile(path) as file:
-        config = hf_config(file.metadata, file.tensors)
-        return Checkpoint(
-            path=path,
-            format="gguf",
-            config=ModelConfig.from_hf(config),
-            hf_config=config,
-            generation_config=generation_defaults(file.metadata),
-            files=tuple(file.paths),
-        )
+    file = GgufFile(path)
+    config = hf_config(file.metadata, file.tensors)
+    return Checkpoint(
+        path=path,
+        format="gguf",
+        config=ModelConfig.from_hf(config),
+        hf_config=config,
+        generation_config=generation_defaults(file.metadata),
+        files=tuple(file.paths),
+        gguf=file,
+    )
 
 
 class _GgufWeight:
-    """A GGUF tensor as a `WeightSource`: dequantized whole, to float32."""
+    """A GGUF tensor as a `WeightSource`: dequantized to float32, in place where it can be, else by ranges of rows."""
 
     def __init__(self, tensor: HfTensor) -> None:
         self._tensor = tensor
@@ -349,7 +348,8 @@ class _GgufWeight:
         if direct and destination.device.type == "cpu":
             self._tensor.load(destination.numpy())
         else:
-            destination.copy_(torch.from_numpy(self._tensor.load()))
+            for rows, values in self._tensor.chunks(_CHUNK_VALUES):
+                destination[rows].copy_(torch.from_numpy(values))
 
 
 def _download(name: str, progress: bool) -> Path:

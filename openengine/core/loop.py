@@ -13,22 +13,27 @@ from __future__ import annotations
 
 import enum
 import logging
+import os
+import queue
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
+from openengine.core.memory import trim_allocator
 from openengine.core.output import Candidates, PromptTokens
 from openengine.core.runner import ModelRunner, StepResult
 from openengine.core.scheduler import Scheduler, StepPlan, TokenDelta
-from openengine.core.sequence import Sequence, SequenceGroup
+from openengine.core.sequence import Sequence, SequenceGroup, SequenceState
 from openengine.errors import (
-    DuplicateRequest,
     Draining,
+    DuplicateRequest,
     InternalError,
     OpenEngineError,
     Overloaded,
@@ -90,13 +95,15 @@ class EngineLoop:
         self._instance_id = instance_id
         self.state = LoopState.STARTING
         self.num_steps = 0
-        self._changed = threading.Condition()  # guards the four below; notified when a request ends
+        self._pid = os.getpid()
+        self._changed = threading.Condition()  # guards the five below; notified when a request starts or ends
         self._open: dict[str, SequenceGroup] = {}
         self._num_queued = 0
+        self._num_undelivered = 0  # accepted requests, without probes, whose last event has not been delivered
         self._num_arrived = 0
         self._finished_ids: OrderedDict[str, None] = OrderedDict()
-        self._commands: deque[Callable[[], None]] = deque()
-        self._wake = threading.Event()
+        # A put from a destructor that the garbage collector runs inside another put is safe with this queue only.
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._deliveries: dict[SequenceGroup, list[GenerateEvent]] = {}
         self._errors: dict[SequenceGroup, OpenEngineError] = {}
         self._load = self._snapshot()
@@ -111,64 +118,76 @@ class EngineLoop:
     @property
     def load(self) -> LoadInfo:
         """The latest snapshot; brought up to date with requests admitted since."""
-        return self._load
+        load = self._load
+        return replace(load, queued_requests=max(0, len(self._open) - load.running_requests))
 
     @property
-    def num_open(self) -> int:
-        return len(self._open)
+    def num_in_flight(self) -> int:
+        """Accepted requests that have not ended, without probes."""
+        return self._num_undelivered
 
-    def admit(self, group: SequenceGroup) -> None:
+    def is_open(self, request_id: str) -> bool:
+        """Whether a request of this id is in flight."""
+        return request_id in self._open
+
+    def admit(self, group: SequenceGroup, *, wait: bool = False) -> None:
         """Accept a request: the acceptance boundary. Whatever goes wrong later reaches its sink.
 
-        Raises PreconditionFailed (closed), Draining, DuplicateRequest or Overloaded; then nothing was accepted.
+        `wait`: until the queue has room, where Overloaded would be raised. A probe is taken while draining and
+        beyond the limit. Raises PreconditionFailed (closed), Draining, DuplicateRequest or Overloaded; then
+        nothing was accepted.
         """
+        self._check_process()
         with self._changed:
-            if self.state is LoopState.STOPPED:
-                raise PreconditionFailed("the engine is closed; create a new Engine")
-            if self.state is LoopState.DRAINING:
-                raise Draining("the engine is draining and takes no new requests; send it to another engine")
-            if group.request_id in self._open:
-                raise DuplicateRequest(
-                    f"request_id {group.request_id!r} is in flight; wait for it to finish or choose another id"
-                )
-            if self._num_queued >= self._max_queued:
-                raise Overloaded(
-                    f"{self._num_queued} requests are queued, the limit max_queued_requests is {self._max_queued}; "
-                    "try again later or raise the limit",
-                    retry_after_ms=100,
-                )
+            self._check_acceptable(group)
+            while self._num_queued >= self._max_queued and not group.is_probe:
+                if not wait:
+                    raise Overloaded(
+                        f"{self._num_queued} requests are queued, the limit max_queued_requests is {self._max_queued}; "
+                        "try again later or raise the limit",
+                        retry_after_ms=100,
+                    )
+                self._changed.wait()
+                self._check_acceptable(group)
             self._num_arrived += 1
             group.arrival = self._num_arrived
             group.arrival_time = time.monotonic()
             self._open[group.request_id] = group
             self._num_queued += 1
-            self._post(lambda: self._scheduler.add(group))
+            self._num_undelivered += not group.is_probe
+            self._commands.put(lambda: self._add(group))
 
     def abort(self, request_id: str) -> AbortStatus:
         """End a request as cancelled before the next step. Raises RequestNotFound for an id never seen."""
+        self._check_process()
         with self._changed:
             group = self._open.get(request_id)
             if group is not None:
-                self._post(lambda: self._cancel(group))
+                self._commands.put(lambda: self._cancel(group))
                 return AbortStatus.ABORTED
             if request_id in self._finished_ids:
                 return AbortStatus.ALREADY_FINISHED
-        raise RequestNotFound(f"request_id {request_id!r} is not known; it never arrived or finished long ago")
+        raise RequestNotFound(f"request_id {request_id!r:.80} is not known; it never arrived or finished long ago")
 
     def abort_group(self, group: SequenceGroup) -> None:
-        """End this very request, whatever its id means by now."""
+        """End this very request, whatever its id means by now. Does nothing in another process."""
+        if os.getpid() != self._pid:
+            return
         with self._changed:
             if self._open.get(group.request_id) is group:
-                self._post(lambda: self._cancel(group))
+                self._commands.put(lambda: self._cancel(group))
 
     def abort_all(self) -> AbortStatus:
+        """End every request but probes."""
+        self._check_process()
         with self._changed:
-            groups = list(self._open.values())
-            self._post(lambda: [self._cancel(group) for group in groups])
+            groups = [group for group in self._open.values() if not group.is_probe]
+            self._commands.put(lambda: [self._cancel(group) for group in groups])
         return AbortStatus.ABORTED if groups else AbortStatus.ALREADY_FINISHED
 
     def call(self, function: Callable[[Scheduler], Any]) -> Any:
         """Run `function(scheduler)` in the loop thread between steps and return its result."""
+        self._check_process()
         future: Future[Any] = Future()
 
         def run() -> None:
@@ -178,34 +197,52 @@ class EngineLoop:
                 future.set_exception(exc)
 
         with self._changed:
-            if self.state is LoopState.STOPPED:
-                raise PreconditionFailed("the engine is closed; create a new Engine")
-            self._post(run)
+            self._check_open()
+            self._commands.put(run)
         return future.result()
 
     def stop_accepting(self) -> None:
         """Refuse new requests from now on; final."""
+        self._check_process()
         with self._changed:
             if self.state is not LoopState.STOPPED:
                 self.state = LoopState.DRAINING
+                self._changed.notify_all()
 
     def wait_idle(self, timeout: float | None) -> bool:
-        """Wait until no request is open; False when `timeout` seconds pass first."""
+        """Wait until nothing is in flight; False when `timeout` seconds pass first."""
+        self._check_process()
         with self._changed:
-            return self._changed.wait_for(lambda: not self._open, timeout)
+            return self._changed.wait_for(lambda: not self._num_undelivered, timeout)
 
     def close(self) -> None:
-        """Cancel what is open, end the thread and drop what it owns. Idempotent."""
+        """Cancel what is open, end the thread and drop what it owns. Idempotent; does nothing in another process."""
+        if os.getpid() != self._pid:
+            return
         with self._changed:
-            was_running = self.state is not LoopState.STOPPED
             self.state = LoopState.STOPPED
-        self._wake.set()
-        if was_running and self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._changed.notify_all()
+        self._commands.put(lambda: None)
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def _post(self, command: Callable[[], None]) -> None:
-        self._commands.append(command)
-        self._wake.set()
+    def _check_acceptable(self, group: SequenceGroup) -> None:
+        self._check_open()
+        if self.state is LoopState.DRAINING and not group.is_probe:
+            raise Draining("the engine is draining and takes no new requests; send it to another engine")
+        if group.request_id in self._open:
+            raise DuplicateRequest(
+                f"request_id {group.request_id!r:.80} is in flight; wait for it to finish or choose another id"
+            )
+
+    def _check_open(self) -> None:
+        if self.state is LoopState.STOPPED:
+            raise PreconditionFailed("the engine is closed; create a new Engine")
+
+    def _check_process(self) -> None:
+        # A fork copies neither the loop's thread nor the state of its locks.
+        if os.getpid() != self._pid:
+            raise PreconditionFailed("this engine was created in another process; create one in each process")
 
     # ---- the loop thread -------------------------------------------------------------------------
 
@@ -214,12 +251,12 @@ class EngineLoop:
             torch.set_num_threads(self._num_threads)
         with torch.inference_mode():
             while self.state is not LoopState.STOPPED:
-                self._wake.clear()
                 self._contain(self._turn)
                 if not self._scheduler.has_work:
-                    self._wake.wait()
+                    self._contain(self._commands.get())
             self._contain(self._shut_down)
         self._runner = None
+        trim_allocator()
 
     def _contain(self, work: Callable[[], None]) -> None:
         """A fault of ours fails the open requests, so that none of them hangs, and the loop goes on."""
@@ -227,25 +264,27 @@ class EngineLoop:
             work()
         except Exception as exc:
             _log.exception("the engine loop failed")
+            self._degrade()
             self._fail_all(InternalError(f"the engine failed: {exc!r}"))
             self._deliver()
 
     def _turn(self) -> None:
         self._drain_commands()
-        plan = self._step() if self._scheduler.has_work else None
-        self._deliver()
-        self._load = self._snapshot(plan)
+        self._deliver(self._step() if self._scheduler.has_work else None)
 
     def _shut_down(self) -> None:
         self._drain_commands()
         for group in list(self._open.values()):
             self._cancel(group)
         self._deliver()
-        self._load = self._snapshot()
 
     def _drain_commands(self) -> None:
-        while self._commands:
-            self._commands.popleft()()
+        while not self._commands.empty():
+            self._commands.get()()
+
+    def _add(self, group: SequenceGroup) -> None:
+        if not group.is_finished:  # a fault of the loop may have ended it before it began
+            self._scheduler.add(group)
 
     def _step(self) -> StepPlan:
         """The whole engine."""
@@ -263,15 +302,22 @@ class EngineLoop:
             result = self._runner.execute(plan)
         except Exception as exc:
             _log.exception("a forward pass failed")
-            if self.state is LoopState.READY:
-                self.state = LoopState.DEGRADED
+            self._degrade()
             error = InternalError(f"the forward pass failed: {exc!r}")
-            for group in {id(item.seq.group): item.seq.group for item in plan.scheduled}.values():
+            # Those admitted in this step may not have reached their slots, even if nothing of theirs was to be computed.
+            sequences = [*(item.seq for item in plan.scheduled), *plan.admitted]
+            for group in dict.fromkeys(seq.group for seq in sequences):
                 self._fail(group, error)
             return None
-        if self.state is LoopState.DEGRADED:
-            self.state = LoopState.READY
+        with self._changed:
+            if self.state is LoopState.DEGRADED:
+                self.state = LoopState.READY
         return result
+
+    def _degrade(self) -> None:
+        with self._changed:
+            if self.state is LoopState.READY:
+                self.state = LoopState.DEGRADED
 
     def _commit(self, plan: StepPlan, result: StepResult) -> list[tuple[TokenDelta, TokenInfo | None]]:
         """Record the step and wrap its tokens. Rows without a finite logit fail their request first."""
@@ -311,6 +357,8 @@ class EngineLoop:
             if group.first_token_time is None:
                 group.first_token_time = now
                 self._emit_prompt(group)
+            if seq.is_finished:
+                continue  # its prompt's scores were no numbers
             reason, match = delta.reason, delta.stop_match
             if info is None:
                 pass  # max_tokens=0: an output without tokens
@@ -339,6 +387,9 @@ class EngineLoop:
             return
         scores = sampling.concatenate(group.prompt_scores)
         group.prompt_scores = []
+        if np.isnan(scores.logprobs).any():
+            self._fail(group, InternalError("the model returned logits that are not numbers (NaN) for the prompt"))
+            return
         self._emit(group, PromptOutput(PromptTokens(group.prompt_ids, self._token_text, group.score_start, scores)))
 
     def _emit_finished(self, seq: Sequence, message: str = "") -> None:
@@ -370,32 +421,43 @@ class EngineLoop:
     def _fail_all(self, error: OpenEngineError) -> None:
         """Fail every open request and start from an empty scheduler, whose books can no longer be trusted."""
         self._deliveries.clear()
+        self._scheduler.reset()
         for group in list(self._open.values()):
             for seq in group.sequences:
                 seq.error = error
+                if not seq.is_finished:  # one that the scheduler had not got yet
+                    seq.move_to(SequenceState.FAILED)
             self._errors[group] = error
             self._deliveries[group] = []
-        self._scheduler.reset()
 
-    def _deliver(self) -> None:
-        """Hand this step's events to their sinks, with one wake-up per event loop."""
-        waiting: dict[Any, list[Any]] = {}
+    def _deliver(self, plan: StepPlan | None = None) -> None:
+        """Hand this step's events to their sinks, with one wake-up per event loop.
+
+        Books and load come first: whoever sees the end of a request finds both without it.
+        """
         deliveries, self._deliveries = self._deliveries, {}
+        errors, self._errors = self._errors, {}
+        ended = {group for group in deliveries if group in errors or group.is_finished}
+        for group in ended:
+            self._close_books(group)
+        self._load = self._snapshot(plan)
+        waiting: dict[Any, list[Any]] = {}
         for group, events in deliveries.items():
-            error = self._errors.pop(group, None)
-            is_last = error is not None or group.is_finished
-            if is_last:
-                self._close_books(group)
-            sink = group.sink
-            if is_last:
-                group.sink = None  # the request is over: nothing of it may keep its caller's engine alive
-            for event_loop, future in sink.deliver(events, error=error, is_last=is_last):
+            error, is_last = errors.get(group), group in ended
+            for event_loop, future in group.sink.deliver(events, error=error, is_last=is_last):
                 waiting.setdefault(event_loop, []).append(future)
+            if is_last:
+                # Over: its parts refer to one another and to the caller's engine, and must not outlive this.
+                group.sink, group.sequences = None, []
         for event_loop, futures in waiting.items():
             try:
                 event_loop.call_soon_threadsafe(_resolve, futures)
             except RuntimeError:
                 pass  # the caller closed its event loop: nobody waits any more
+        if ended:
+            with self._changed:
+                self._num_undelivered -= sum(not group.is_probe for group in ended)
+                self._changed.notify_all()
 
     # ---- books -----------------------------------------------------------------------------------
 
@@ -406,6 +468,7 @@ class EngineLoop:
                 seq.group.start_time = now
                 with self._changed:
                     self._num_queued -= 1
+                    self._changed.notify_all()
 
     def _close_books(self, group: SequenceGroup) -> None:
         with self._changed:
@@ -415,7 +478,6 @@ class EngineLoop:
             self._finished_ids[group.request_id] = None
             while len(self._finished_ids) > _REMEMBERED_IDS:
                 self._finished_ids.popitem(last=False)
-            self._changed.notify_all()
 
     def _snapshot(self, plan: StepPlan | None = None) -> LoadInfo:
         running = self._scheduler.running

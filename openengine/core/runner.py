@@ -14,7 +14,7 @@ import torch
 from openengine.core.config import EngineConfig
 from openengine.core.memory import available_bytes
 from openengine.core.models.layers import CausalLM
-from openengine.core.sampler import Sampler, SampledBatch, SlotParams
+from openengine.core.sampler import SampledBatch, Sampler, SlotParams
 from openengine.core.scheduler import ScheduledSeq, StepPlan
 from openengine.core.sequence import Sequence
 from openengine.core.slots import SlotTable
@@ -74,9 +74,21 @@ def size_kv_pool(config: EngineConfig, spec: KvSpec, context_length: int, defaul
                 f"no KV block of {KvCache.bytes_per_block(spec, block_size)} bytes fits into {budget} bytes; free memory, "
                 "raise kv_memory_fraction, or set num_kv_blocks and a smaller block_size"
             )
+    else:
+        _check_fits(num_blocks, KvCache.bytes_per_block(spec, block_size), spec.device)
     if config.max_model_len is None:
         max_len = min(max_len, num_blocks * block_size)
     return KvPoolSize(num_blocks, block_size, max_len)
+
+
+def _check_fits(num_blocks: int, block_bytes: int, device: torch.device) -> None:
+    """A system that promises memory it lacks would end the process when the pool fills."""
+    available = available_bytes(device)
+    if num_blocks * block_bytes > available:
+        raise InvalidArgument(
+            f"a KV pool of {num_blocks} blocks takes {num_blocks * block_bytes} bytes, {available} are free on {device}; "
+            f"lower num_kv_blocks to at most {available // block_bytes}, or leave it out"
+        )
 
 
 class ModelRunner:
@@ -87,7 +99,7 @@ class ModelRunner:
         self._backend = backend
         self._device = spec.device
         self._windows = tuple(dict.fromkeys(model.windows))
-        self.kv = backend.allocate(spec, pool.num_blocks, pool.block_size)
+        self.kv = _allocate(backend, spec, pool)
         self._slots = SlotTable(
             max_num_seqs=max_num_seqs,
             max_len=min(pool.max_model_len, pool.num_tokens),
@@ -145,6 +157,17 @@ class ModelRunner:
             )
 
 
+def _allocate(backend: AttentionBackend, spec: KvSpec, pool: KvPoolSize) -> KvCache:
+    try:
+        return backend.allocate(spec, pool.num_blocks, pool.block_size)
+    except (RuntimeError, MemoryError) as exc:
+        size = KvCache.bytes_per_block(spec, pool.block_size) * pool.num_blocks
+        raise InvalidArgument(
+            f"the KV pool of {pool.num_blocks} blocks takes {size} bytes, which cannot be allocated on {spec.device}; "
+            "lower num_kv_blocks, or leave it out to use what is free"
+        ) from exc
+
+
 def _choose_rows(plan: StepPlan) -> tuple[np.ndarray, np.ndarray, list[tuple[ScheduledSeq, int]]]:
     """Rows of the batch that need logits, those of them that are sampled, and where each scored chunk begins."""
     rows: list[np.ndarray | list[int]] = []
@@ -182,7 +205,7 @@ def _slot_params(seq: Sequence) -> SlotParams:
         seed=group.seed,
         output_index=seq.index,
         min_tokens=stopping.min_tokens or 0,
-        stop_token_ids=tuple(sorted(held_back)),
+        stop_token_ids=tuple(sorted(held_back)) if stopping.min_tokens else (),
         return_logprobs=bool(response.return_output_logprobs or selection),
         top_n=selection.top_n if selection else None,
         candidate_ids=selection.token_ids if selection else None,

@@ -47,8 +47,8 @@ class SequenceGroup:
 
     `sampling` holds effective values (nothing but a seed was left open; `seed` is that or fresh
     entropy). `max_len` bounds prompt + output tokens. `sink` is whatever receives the events.
-    `cache_limit` bounds how many prompt tokens a prefix hit may cover, `num_scored` counts prompt
-    positions whose logprobs are known; both matter only where prompt logprobs were asked for.
+    `num_scored` counts prompt positions whose logprobs are known, where they were asked for.
+    A probe (of health) is no client's request: neither drains nor limits nor aborts concern it.
     """
 
     request_id: str
@@ -65,6 +65,7 @@ class SequenceGroup:
     cache_salt: str | None = None
     bypass_prefix_cache: bool = False
     publish: bool = True
+    is_probe: bool = False
     max_len_reason: str = ""
     arrival: int = 0
     arrival_time: float = 0.0

@@ -38,7 +38,7 @@ __all__ = ["TorchAttention"]
 # Accelerators want fewer, larger kernels.
 _BUCKET_BYTES = 16 << 20
 _PADDING_BYTES = 512 << 10
-_SCORE_BYTES = 4 << 20
+_SCORE_BYTES = 8 << 20
 _FEW_SCORES = 8192
 _MIN_CHUNK, _MAX_CHUNK = 16, 128
 _ACCELERATOR_FACTOR = 64

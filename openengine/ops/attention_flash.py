@@ -45,7 +45,7 @@ class FlashAttention:
         except ImportError as exc:
             raise UnsupportedFeature(
                 f"kernels 'flash' needs the package flash-attn ({exc}); "
-                'pip install "openengine-inference[flash]", or use kernels=\'torch\''
+                "pip install \"openengine-inference[flash]\", or use kernels='torch'"
             ) from exc
         for function in (flash_attn_varlen_func, flash_attn_with_kvcache):
             missing = {"block_table", "softcap"} - inspect.signature(function).parameters.keys()
@@ -75,7 +75,9 @@ class FlashAttention:
         Raises InvalidArgument for a page size and UnsupportedFeature for a head size without kernels.
         """
         if block_size % _PAGE:
-            raise InvalidArgument(f"block_size {block_size} is not a multiple of {_PAGE}, as flash-attn needs; use {_PAGE}")
+            raise InvalidArgument(
+                f"block_size {block_size} is not a multiple of {_PAGE}, as flash-attn needs; use {_PAGE}"
+            )
         if spec.head_dim % 8 or spec.head_dim > _MAX_HEAD_DIM:
             raise UnsupportedFeature(
                 f"head_dim {spec.head_dim} is not a multiple of 8 up to {_MAX_HEAD_DIM}, as flash-attn needs; "

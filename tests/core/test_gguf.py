@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from openengine.core.gguf import SUPPORTED_TYPES, GgufFile
-from openengine.core.gguf_models import SUPPORTED_ARCHITECTURES, generation_defaults, hf_config, hf_tensors
+from openengine.core.gguf_models import SUPPORTED_ARCHITECTURES, HfTensor, generation_defaults, hf_config, hf_tensors
 from openengine.errors import ArtifactNotFound, InvalidArgument, UnsupportedFeature
 
 # ------------------------------------------------------------------------------------------------- writing test files
@@ -910,3 +910,20 @@ def test_a_token_id_that_is_no_number_is_refused():
 def test_neither_module_needs_torch():
     code = "import sys, openengine.core.gguf_models; sys.exit('torch' in sys.modules or 'gguf' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_chunks_are_the_whole_tensor_range_by_range(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    path = tmp_path / "model.gguf"
+    values = np.arange(10 * 64, dtype=np.float32).reshape(10, 64)
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_tensor("x", values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with GgufFile(path) as file:
+        tensor = HfTensor("x", (10, 64), file.tensors["x"], _offset=-1.0)
+        parts = [(rows, part.copy()) for rows, part in tensor.chunks(3 * 64)]
+    assert [rows.stop - rows.start for rows, _ in parts] == [3, 3, 3, 1]
+    np.testing.assert_array_equal(np.concatenate([part for _, part in parts]), values - 1)

@@ -92,10 +92,11 @@ class Sequences:
         order = torch.randperm(sum(counts) + 3, generator=torch.Generator().manual_seed(self.seed)).tolist()
         tables = [[order.pop() for _ in range(count)] for count in counts]
         cached = [n - m for n, m in zip(self.context_lens, self.query_lens)]
-        first = sorted((i for i, n in enumerate(cached) if n), key=lambda i: cached[i] > 1)
-        if first:
-            lens = [cached[i] for i in first]
-            self._step(backend, make_batch(kv, [tables[i] for i in first], lens, lens), [(i, 0, cached[i]) for i in first])
+        earlier = sorted((i for i, n in enumerate(cached) if n), key=lambda i: cached[i] > 1)
+        if earlier:
+            lens = [cached[i] for i in earlier]
+            batch = make_batch(kv, [tables[i] for i in earlier], lens, lens)
+            self._step(backend, batch, [(i, 0, cached[i]) for i in earlier])
         batch = make_batch(kv, tables, self.query_lens, self.context_lens)
         return self._step(backend, batch, [(i, cached[i], n) for i, n in enumerate(self.context_lens)])
 

@@ -14,7 +14,8 @@ from tests.ops.ragged import Sequences, make_batch
 from tests.reference import naive_attention
 
 CPU = torch.device("cpu")
-RAGGED = ([1, 1, 1, 1, 5, 40, 33], [1, 77, 300, 16, 5, 40, 150])  # decodes, fresh prompts, a prompt with a cached prefix
+# Query and context lengths: decodes, fresh prompts, a prompt with a cached prefix.
+RAGGED = ([1, 1, 1, 1, 5, 40, 33], [1, 77, 300, 16, 5, 40, 150])
 LONG = ([1, 1, 1, 300, 200], [700, 129, 1, 300, 650])
 BACKENDS = [pytest.param(False, id="products"), pytest.param(True, id="fused")]
 
@@ -45,6 +46,16 @@ def test_lengths_at_block_boundaries_match_the_oracle(fused, block_size):
     decodes = [n for n in ends if n > 0]
     case = Sequences([1] * len(decodes) + [2] * 2 + [ends[3]], decodes + [ends[3], ends[3] + 1, ends[3]])
     assert_near(case.attend(TorchAttention(fused=fused), block_size), case.expected())
+
+
+@pytest.mark.parametrize("fused", BACKENDS)
+@pytest.mark.parametrize("window", [2, 31, 128])
+def test_lengths_at_the_edge_of_the_window_match_the_oracle(fused, window):
+    edge = [window - 1, window, window + 1, window + 2]
+    fresh = [n for n in edge if n > 1]
+    lens = ([1] * 4 + [2] * 4 + fresh, edge + [n + 1 for n in edge] + fresh)
+    case = Sequences(*lens, num_heads=24, num_kv_heads=8, window=window)
+    assert_near(case.attend(TorchAttention(fused=fused), 16), case.expected())
 
 
 @pytest.mark.parametrize("fused", BACKENDS)

@@ -1,0 +1,170 @@
+// What every kernel file shares: the level it is compiled for, vectors of that level, bfloat16, exp.
+//
+// Each kernel file is compiled once per level (see setup.py): `OE_LEVEL` names it and `OE_EXPORT(name)` declares the C
+// function `oe_<name>_<level>`. Everything else has internal linkage and no kernel uses templates of the C++ library:
+// the linker would keep one copy of such a function for all levels, perhaps one that this CPU cannot run.
+
+#ifndef OE_COMMON_H
+#define OE_COMMON_H
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+// Raise together with INTERFACE in native.py whenever the arguments of any exported function change.
+#define OE_INTERFACE 1
+
+#ifdef OE_LEVEL
+#define OE_JOIN_(name, level) oe_##name##_##level
+#define OE_JOIN(name, level) OE_JOIN_(name, level)
+#define OE_EXPORT(name) extern "C" __attribute__((visibility("default"))) void OE_JOIN(name, OE_LEVEL)
+#endif
+
+#if defined(__AVX512F__)
+#define OE_LANES 16
+#elif defined(__AVX2__)
+#define OE_LANES 8
+#else
+#define OE_LANES 4
+#endif
+
+#define OE_INLINE static inline __attribute__((always_inline))
+
+namespace {
+
+constexpr int LANES = OE_LANES;
+
+typedef float vf __attribute__((vector_size(4 * OE_LANES)));
+typedef int32_t vi __attribute__((vector_size(4 * OE_LANES)));
+typedef uint32_t vu __attribute__((vector_size(4 * OE_LANES)));
+typedef uint16_t vh __attribute__((vector_size(2 * OE_LANES)));
+
+struct bf16 {
+    uint16_t bits;
+};
+
+template <class To, class From>
+OE_INLINE To bits_as(From from) {
+    static_assert(sizeof(To) == sizeof(From), "sizes must agree");
+    To to;
+    memcpy(&to, &from, sizeof(to));
+    return to;
+}
+
+template <class V>
+OE_INLINE V load_as(const void* from) {
+    V v;
+    memcpy(&v, from, sizeof(v));
+    return v;
+}
+
+template <class V>
+OE_INLINE void store_as(void* to, V v) {
+    memcpy(to, &v, sizeof(v));
+}
+
+OE_INLINE vf splat(float x) { return vf{} + x; }
+OE_INLINE vu splat_bits(uint32_t x) { return vu{} + x; }
+OE_INLINE vi iota() {
+    vi v;
+    for (int i = 0; i < LANES; i++) v[i] = i;
+    return v;
+}
+
+// ---- bfloat16: rounded to nearest even, NaN stays NaN ----
+
+OE_INLINE float widen(bf16 x) { return bits_as<float>(uint32_t(x.bits) << 16); }
+OE_INLINE float widen(float x) { return x; }
+
+OE_INLINE bf16 narrow(float x) {
+    uint32_t u = bits_as<uint32_t>(x);
+    if (x != x) return {uint16_t((u >> 16) | 0x40)};
+    return {uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16)};
+}
+
+OE_INLINE vh narrow_bits(vf x) {
+#if defined(__AVX512BF16__) && OE_LANES == 16
+    return bits_as<vh>(_mm512_cvtneps_pbh(bits_as<__m512>(x)));
+#else
+    vu u = bits_as<vu>(x);
+    vu rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+    vu result = x == x ? rounded : (u >> 16) | 0x40;
+    return __builtin_convertvector(result, vh);
+#endif
+}
+
+OE_INLINE vf load(const float* from) { return load_as<vf>(from); }
+OE_INLINE vf load(const bf16* from) { return bits_as<vf>(__builtin_convertvector(load_as<vh>(from), vu) << 16); }
+OE_INLINE void store(float* to, vf v) { store_as(to, v); }
+OE_INLINE void store(bf16* to, vf v) { store_as(to, narrow_bits(v)); }
+OE_INLINE void put(float* to, float x) { *to = x; }
+OE_INLINE void put(bf16* to, float x) { *to = narrow(x); }
+
+// ---- across lanes ----
+
+OE_INLINE vf larger(vf a, vf b) { return a > b ? a : b; }
+
+OE_INLINE float sum_of(vf v) {
+#if OE_LANES == 16
+    return _mm512_reduce_add_ps(bits_as<__m512>(v));
+#else
+    float s = 0;
+    for (int i = 0; i < LANES; i++) s += v[i];
+    return s;
+#endif
+}
+
+OE_INLINE float max_of(vf v) {
+#if OE_LANES == 16
+    return _mm512_reduce_max_ps(bits_as<__m512>(v));
+#else
+    float m = v[0];
+    for (int i = 1; i < LANES; i++) m = v[i] > m ? v[i] : m;
+    return m;
+#endif
+}
+
+// ---- 2^x and e^x ----
+
+// 2^(n + f) for f in [-0.5, 0.5], n in the low bits of `shifted`, to about 1 ulp. Exponents outside -126..127 are garbage.
+OE_INLINE vf scaled_exp2(vf shifted, vf f) {
+    // A minimax fit of 2^f, constant term 1: relative error below 3e-9.
+    vf p = splat(1.53533621e-4f);
+    p = p * f + 1.33988746e-3f;
+    p = p * f + 9.61843736e-3f;
+    p = p * f + 5.55033247e-2f;
+    p = p * f + 2.40226479e-1f;
+    p = p * f + 6.93147203e-1f;
+    p = p * f + 1.0f;
+    return bits_as<vf>(bits_as<vi>(p) + (bits_as<vi>(shifted) << 23));
+}
+
+constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: adding it leaves a float's nearest integer in its low bits
+
+// `result` for x in [low, high); 0 below and for -inf, inf above, NaN for NaN.
+OE_INLINE vf within(vf result, vf x, float low, float high) {
+    result = x < low ? vf{} : result;
+    return x < high ? result : (x == x ? splat(__builtin_inff()) : x);
+}
+
+// 2^x; what would be subnormal is 0.
+OE_INLINE vf exp2_of(vf x) {
+    vf shifted = x + ROUND;
+    return within(scaled_exp2(shifted, x - (shifted - ROUND)), x, -126.0f, 127.5f);
+}
+
+// e^x; what would be subnormal is 0.
+OE_INLINE vf exp_of(vf x) {
+    const float log2_e = 1.44269504f;
+    vf shifted = x * log2_e + ROUND;
+    vf n = shifted - ROUND;
+    vf rest = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts; the first product is exact
+    return within(scaled_exp2(shifted, rest * log2_e), x, -87.33f, 88.37f);
+}
+
+}  // namespace
+
+#endif

@@ -1,0 +1,81 @@
+"""The compiled kernels: finds the library, opens it, and binds its functions for a level of this CPU.
+
+The library (`ops/csrc`, built by setup.py as `openengine.ops._native`) is optional. It offers plain C functions
+`oe_<name>_<level>`, each compiled once per level; what they compute and their PyTorch twins belong to the modules that
+bind them. It is compiled for OpenMP but linked to no OpenMP runtime: opened after torch, it uses torch's, and so its
+threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch  # noqa: F401  before the library is opened: it brings the OpenMP runtime
+
+from openengine.errors import UnsupportedFeature
+
+__all__ = ["LEVELS", "NativeLibrary", "active_kernels", "native_absence", "native_library"]
+
+# Raise together with OE_INTERFACE in csrc/common.h whenever the arguments of any function change.
+INTERFACE = 1
+LEVELS = ("generic", "avx2", "avx512", "avx512_bf16")  # each includes those before it, as cpu.cpp tests them
+_REBUILD = "install a C++17 compiler (GCC 9+ or Clang 12+) and install openengine-inference again"
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLibrary:
+    """The opened library. `levels` are those it was compiled for and this CPU can run, the fastest last."""
+
+    handle: ctypes.CDLL
+    levels: tuple[str, ...]
+
+    def function(self, name: str, *argtypes: type, level: str | None = None) -> Callable[..., None]:
+        """The function `name` for the fastest level, or for `level`, which the tests name. It releases the GIL.
+
+        Raises UnsupportedFeature if `level` cannot run here.
+        """
+        level = level or self.levels[-1]
+        if level not in self.levels:
+            raise UnsupportedFeature(f"native kernels for {level!r} cannot run here; choose one of {self.levels}")
+        function = getattr(self.handle, f"oe_{name}_{level}")
+        function.argtypes = argtypes
+        function.restype = None
+        return function
+
+
+def native_library() -> NativeLibrary | None:
+    """The library, opened at the first call; None where it is absent, for which `native_absence` gives the reason."""
+    found = _open()
+    return found if isinstance(found, NativeLibrary) else None
+
+
+def native_absence() -> str | None:
+    """Why there is no library and what to do about it; None where there is one."""
+    found = _open()
+    return found if isinstance(found, str) else None
+
+
+def active_kernels() -> str:
+    """Which kernels this process runs on a CPU, in words: `native avx2`, or `torch` and why."""
+    library = native_library()
+    return f"native {library.levels[-1]}" if library else f"torch ({native_absence()})"
+
+
+@cache
+def _open() -> NativeLibrary | str:
+    spec = importlib.util.find_spec("openengine.ops._native")
+    if spec is None or spec.origin is None:
+        return f"the native kernels are not built; {_REBUILD}"
+    try:
+        handle = ctypes.CDLL(spec.origin)
+        interface = handle.oe_interface()
+    except (OSError, AttributeError) as exc:
+        return f"the native kernels cannot be opened ({exc}); {_REBUILD}"
+    if interface != INTERFACE:
+        return f"the native kernels have interface {interface}, this version needs {INTERFACE}; {_REBUILD}"
+    runnable = LEVELS[: handle.oe_cpu_levels()]
+    return NativeLibrary(handle, tuple(level for level in runnable if hasattr(handle, f"oe_attention_{level}")))
