@@ -22,17 +22,23 @@ EXTRAS = {
     "flash": ["flash-attn"],
     "guided": ["llguidance"],
     "hub": ["huggingface_hub"],
-    "rpc": ["grpcio", "grpcio-health-checking", "grpcio-reflection", "prometheus-client", "protobuf"],
+    "rpc": ["grpcio>=1.64", "grpcio-health-checking", "grpcio-reflection", "prometheus-client", "protobuf>=4.25"],
     "sentencepiece": ["sentencepiece"],
     "test": [
         "accelerate",
         "gguf",
+        "grpcio",
+        "grpcio-health-checking",
+        "grpcio-reflection",
+        "grpcio-tools",
         "hypothesis",
         "ipykernel",
+        "llguidance",
         "matplotlib",
         "nbclient",
         "nbformat",
         "pandas",
+        "prometheus-client",
         "protobuf",
         "psutil",
         "pytest",
@@ -61,7 +67,7 @@ class BuildNative(build_ext):
         if self.compiler.compiler_type != "unix":
             raise BaseError(f"the kernels need GCC or Clang, not {self.compiler.compiler_type}")
         options = ["-std=c++17", "-O3", "-g0", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
-        options += ["-fno-exceptions", "-fno-rtti", "-Wno-psabi"]
+        options += ["-fno-exceptions", "-fno-rtti", "-w"]
         if platform.system() != "Darwin":  # whose compiler has no OpenMP: one thread
             # Compiled for OpenMP but not linked to it: the library is to use the runtime that PyTorch has loaded.
             options.append("-fopenmp")
@@ -116,7 +122,7 @@ setup(
     cmdclass={"build_ext": BuildNative},
     ext_modules=[Extension("openengine.ops._native", SOURCES, depends=HEADERS, optional=True)] if SOURCES else [],
     packages=find_packages(include=["openengine", "openengine.*"]),
-    package_data={"openengine": ["py.typed"]},
+    package_data={"openengine": ["py.typed", "rpc/*.proto"]},
     install_requires=["jinja2", "numpy", "safetensors", "tokenizers", "torch>=2.11", "tqdm"],
     extras_require=EXTRAS,
     classifiers=[

@@ -370,6 +370,8 @@ class Engine:
         """Readiness; with `include_inference_probe` one token is computed, leaving nothing cached."""
         state = _LOOP_TO_HEALTH[self._loop.state]
         checks = [HealthCheck("scheduler", state), HealthCheck("model", state)]
+        if role is not None and not isinstance(role, str):
+            raise InvalidArgument(f"role must be an EngineRole, not {role!r:.80}")
         if role is not None and role != EngineRole.AGGREGATED:
             message = f"expected {role}, this engine is {EngineRole.AGGREGATED}"
             checks.append(HealthCheck("role", HealthState.NOT_READY, message))
@@ -390,7 +392,7 @@ class Engine:
         """
         if request_id is not None and not isinstance(request_id, str):
             raise InvalidArgument(f"request_id must be a str, not {request_id!r:.80}")
-        if bool(all_requests) == (request_id is not None) or request_id == "":
+        if not isinstance(all_requests, bool) or all_requests == (request_id is not None) or request_id == "":
             raise InvalidArgument("abort takes exactly one target: a non-empty request_id, or all_requests=True")
         status = self._loop.abort_all() if request_id is None else self._loop.abort(request_id)
         return AbortResponse(status)
@@ -471,7 +473,11 @@ class Engine:
     def _admit(self, group: SequenceGroup, *, keep_events: bool, wait: bool = False) -> Handle:
         handle = Handle(group, self._cancel, keep_events=keep_events)
         group.sink = handle
-        self._loop.admit(group, wait=wait)
+        try:
+            self._loop.admit(group, wait=wait)
+        except BaseException:  # an interrupt may come when it has just been accepted
+            handle.cancel()
+            raise
         return handle
 
     async def _aadmit(self, group: SequenceGroup) -> Handle:
@@ -631,8 +637,8 @@ class Engine:
         return HealthCheck("inference_probe", HealthState.READY)
 
     def _check_model(self, model: str | None) -> None:
-        if model is not None and model not in self._model_names:
-            raise ModelNotFound(f"model {model!r} is not served; served are {', '.join(self._model_names)}")
+        if model is not None and not (isinstance(model, str) and model in self._model_names):
+            raise ModelNotFound(f"model {model!r:.80} is not served; served are {', '.join(self._model_names)}")
 
 
 class _Closed:
@@ -695,7 +701,14 @@ def _load(config: EngineConfig, progress: bool | None) -> LoadedModel:
     revision = _InThread(lambda: checkpoint.revision)
     with torch.inference_mode(), progress_bar(progress, desc=f"loading {checkpoint.path.name}", unit="B") as bar:
         model = load_model(
-            checkpoint, dtype=dtype, device=device, backend=backend, max_model_len=config.max_model_len, progress=bar
+            checkpoint,
+            dtype=dtype,
+            device=device,
+            backend=backend,
+            max_model_len=config.max_model_len,
+            quantization=config.quantization,
+            kernels=config.kernels,
+            progress=bar,
         )
     return LoadedModel(
         model=model,
@@ -718,7 +731,9 @@ def _attributes(loaded: LoadedModel) -> dict[str, Any]:
         "device": str(loaded.spec.device),
         "dtype": str(loaded.spec.dtype).removeprefix("torch."),
         "kernels": loaded.backend.name,
-        "weight_bytes": sum(tensor.nbytes for _name, tensor in loaded.model.tensors()),
+        "matrix_kernels": loaded.model.matrix_kernels,
+        "quantization": loaded.model.quantization,
+        "weight_bytes": loaded.model.num_bytes,
         "kv_bytes": KvCache.bytes_per_block(loaded.spec, pool.block_size) * pool.num_blocks,
         "kv_tokens": pool.num_tokens,
         "kv_block_size": pool.block_size,
@@ -779,8 +794,8 @@ def _start_line(attributes: Mapping[str, Any]) -> str:
 
 
 def _check_on_error(on_error: str) -> None:
-    if on_error not in ("raise", "return"):
-        raise InvalidArgument(f"on_error must be 'raise' or 'return', not {on_error!r}")
+    if not isinstance(on_error, str) or on_error not in ("raise", "return"):
+        raise InvalidArgument(f"on_error must be 'raise' or 'return', not {on_error!r:.80}")
 
 
 def _result_or_error(handle: Handle, on_error: str) -> GenerationResult:

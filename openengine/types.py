@@ -12,11 +12,16 @@ import enum
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from openengine.errors import InvalidArgument, OpenEngineError
+
+if TYPE_CHECKING:
+    from openengine.service_types import KvConnectorInfo
+    from openengine.task_types import TaskCapabilities
+    from openengine.tokenizer_types import TokenizerCapabilities
 
 __all__ = [
     "AbortResponse",
@@ -77,32 +82,32 @@ __all__ = [
 # ---- enums: the contract's names without their prefixes ------------------------------------------
 
 
-class _Name(str, enum.Enum):
+class NameEnum(str, enum.Enum):
     """An enum whose members are their own lower-case names, so `reason == "stop"` reads well."""
 
     def __str__(self) -> str:
         return self.value
 
 
-class EngineRole(_Name):
+class EngineRole(NameEnum):
     AGGREGATED = "aggregated"
     PREFILL = "prefill"
     DECODE = "decode"
 
 
-class FinishReason(_Name):
+class FinishReason(NameEnum):
     STOP = "stop"
     LENGTH = "length"
     CANCELLED = "cancelled"
 
 
-class CandidateTokenSelectionMode(_Name):
+class CandidateTokenSelectionMode(NameEnum):
     TOP_N = "top_n"
     TOKEN_IDS = "token_ids"
     ALL = "all"
 
 
-class GuidedDecodingMode(_Name):
+class GuidedDecodingMode(NameEnum):
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
     EBNF_GRAMMAR = "ebnf_grammar"
@@ -111,13 +116,13 @@ class GuidedDecodingMode(_Name):
     JSON_OBJECT = "json_object"
 
 
-class Modality(_Name):
+class Modality(NameEnum):
     IMAGE = "image"
     VIDEO = "video"
     AUDIO = "audio"
 
 
-class HealthState(_Name):
+class HealthState(NameEnum):
     STARTING = "starting"
     READY = "ready"
     DEGRADED = "degraded"
@@ -125,18 +130,18 @@ class HealthState(_Name):
     NOT_READY = "not_ready"
 
 
-class AbortStatus(_Name):
+class AbortStatus(NameEnum):
     ABORTED = "aborted"
     ALREADY_FINISHED = "already_finished"
 
 
-class DrainState(_Name):
+class DrainState(NameEnum):
     STARTED = "started"
     IN_PROGRESS = "in_progress"
     COMPLETE = "complete"
 
 
-class StorageMedium(_Name):
+class StorageMedium(NameEnum):
     GPU = "gpu"
     CPU_PINNED = "cpu_pinned"
     DISK = "disk"
@@ -543,6 +548,7 @@ class EngineInfo:
     schema_revision: int
     minimum_client_revision: int
     schema_release: str
+    kv_connector: KvConnectorInfo | None = None
     attributes: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -592,6 +598,8 @@ class ModelInfo:
     supports_multimodal: bool | None = None
     reasoning_parser: str = ""
     tool_call_parser: str = ""
+    tasks: TaskCapabilities | None = None
+    tokenizer: TokenizerCapabilities | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -665,7 +673,11 @@ class LoraAdapter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockStored:
-    """Full blocks that entered the prefix cache, in chain order. Hashes are 32 bytes."""
+    """Full blocks that entered the prefix cache, in chain order. Hashes are 32 bytes.
+
+    `extra_keys` has one tuple per hash, or is empty when no block has any. `group_idx` and `kv_cache_spec_*` name the KV
+    group; `cache_key_profile` is "<profile>/<version>" of the hashes.
+    """
 
     block_hashes: tuple[bytes, ...]
     parent_block_hash: bytes | None
@@ -675,6 +687,10 @@ class BlockStored:
     lora_name: str | None = None
     medium: StorageMedium = StorageMedium.GPU
     extra_keys: tuple[tuple[str, ...], ...] = ()
+    group_idx: int = 0
+    kv_cache_spec_kind: str = ""
+    kv_cache_spec_sliding_window: int = 0
+    cache_key_profile: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -683,6 +699,7 @@ class BlockRemoved:
 
     block_hashes: tuple[bytes, ...]
     medium: StorageMedium = StorageMedium.GPU
+    group_idx: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -692,10 +709,11 @@ class AllBlocksCleared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvEvent:
-    """`request_id` is the request that caused it, where there is one."""
+    """`request_id` is the request that caused it, where there is one; `kv_session` the session that holds the blocks."""
 
     event: BlockStored | BlockRemoved | AllBlocksCleared
     request_id: str = ""
+    kv_session: KvSessionRef | None = None
 
 
 # ---- validation that needs no model --------------------------------------------------------------
@@ -791,12 +809,14 @@ def _validate_response(response: ResponseOptions) -> None:
 
 
 def _validate_candidate_ids(name: str, token_ids: Sequence[int]) -> None:
-    if not isinstance(token_ids, (tuple, list, range, np.ndarray)):
+    if not isinstance(token_ids, (tuple, list, range, np.ndarray)) or getattr(token_ids, "ndim", 1) != 1:
         raise InvalidArgument(f"{name}_candidates: token_ids must be a sequence of token ids, not {token_ids!r:.80}")
     if not len(token_ids):
         raise InvalidArgument(f"{name}_candidates has an empty token_ids selection; name at least one id")
     seen: set[int] = set()
     for token_id in token_ids:
+        if token_id is None:
+            raise InvalidArgument(f"{name}_candidates: token id must be an integer, not None")
         _check_integer(f"{name}_candidates: token id", token_id, 0, _UINT32_MAX)
         if token_id in seen:
             raise InvalidArgument(f"{name}_candidates names token id {token_id} twice; name each once")

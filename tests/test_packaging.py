@@ -55,7 +55,7 @@ def test_every_public_name_can_be_imported(name):
     assert name in dir(openengine)
 
 
-@pytest.mark.parametrize("home", ["errors", "types"])
+@pytest.mark.parametrize("home", ["errors", "types", "service_types", "task_types", "tokenizer_types"])
 def test_every_type_and_error_is_public(home):
     module = importlib.import_module(f"openengine.{home}")
     assert set(module.__all__) <= set(openengine.__all__)
@@ -84,7 +84,7 @@ def test_the_version_is_written_once():
 def test_the_wheel_holds_every_module_and_what_it_needs(tmp_path):
     """Built from a copy, so that nothing is left in the checkout."""
     sources = [path.relative_to(ROOT) for path in (ROOT / "openengine").rglob("*") if "__pycache__" not in path.parts]
-    sources = [path for path in sources if path.suffix in (".py", ".typed")]
+    sources = [path for path in sources if path.suffix in (".proto", ".py", ".typed")]
     for path in [*sources, Path("setup.py"), Path("pyproject.toml"), Path("LICENSE")]:
         (tmp_path / "copy" / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "copy" / path).write_bytes((ROOT / path).read_bytes())

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,10 +38,22 @@ LEDGER = "Harbour ledger\n\n" + "".join(
     for day in range(1, 36)
 )
 
+LETTER = (
+    "Dear Ms Okafor,\n\nthank you for your letter of 3 May. I have read it with care, and I have shown it to the two "
+    "colleagues who run the night shift. Both agree that the noise began in the week when the new pump was fitted, and "
+    "that it is loudest between one and four in the morning. We propose three steps. First,"
+)
+STORY = (
+    "The lighthouse keeper counted the steps as he climbed: 199, 200, 201. Every evening for thirty years he had lit "
+    "the lamp, written the weather into the log, and watched the ferry cross the strait. Tonight the ferry was late. "
+    "The wind had turned to the north, the radio gave nothing but static, and on the black water, where its lights "
+    "should have been, he saw instead a single green lantern, moving against the current. He put down his cup, took "
+    "the brass telescope from its hook, and leaned into the glass until his breath clouded it. Then he saw"
+)
+
 PROMPTS: tuple[str | list[int], ...] = (
     [2],  # one token, whatever a tokenizer puts before a text
     "The",
-    "a",
     "Once upon a time",
     "The capital of France is",
     "Water boils at",
@@ -50,11 +62,11 @@ PROMPTS: tuple[str | list[int], ...] = (
     "A short list of fruit:\n- apple\n- pear\n-",
     "1, 2, 3, 4, 5,",
     "2 + 2 = 4\n3 + 3 = 6\n12 + 30 =",
-    "3.14159 26535 8979",
     "0x1F 1e-10 1,000,000.00 50% -7",
     "Il était une fois, dans une forêt lointaine,",
     "Der schnelle braune Fuchs springt über",
     "La ciudad más grande de España es",
+    LEDGER,
     "Москва — столица",
     "今日はとても天気がいいので、",
     "北京是中国的首都,它",
@@ -70,36 +82,35 @@ PROMPTS: tuple[str | list[int], ...] = (
     "#include <stdio.h>\n\nint main(void) {\n    for (int i = 0; i < 10; i++) {\n        printf(",
     "| city | people |\n|------|--------|\n| Riga | 605802 |\n| Oslo | 717710 |\n| Bergen |",
     "<|im_start|>user\nName three rivers of Africa.<|im_end|>\n<|im_start|>assistant\n",
-    "Dear Ms Okafor,\n\nthank you for your letter of 3 May. I have read it with care, and I have shown it to the two "
-    "colleagues who run the night shift. Both agree that the noise began in the week when the new pump was fitted, and "
-    "that it is loudest between one and four in the morning. We propose three steps. First,",
-    "The lighthouse keeper counted the steps as he climbed: 199, 200, 201. Every evening for thirty years he had lit "
-    "the lamp, written the weather into the log, and watched the ferry cross the strait. Tonight the ferry was late. "
-    "The wind had turned to the north, the radio gave nothing but static, and on the black water, where its lights "
-    "should have been, he saw instead a single green lantern, moving against the current. He put down his cup, took "
-    "the brass telescope from its hook, and leaned into the glass until his breath clouded it. Then he saw",
-    LEDGER,
+    LETTER,
+    STORY,
 )
-LONGEST = len(PROMPTS) - 1
+LONGEST = PROMPTS.index(LEDGER)
 
 
 @dataclass(frozen=True)
 class Model:
-    """A real model; `few` are the prompts that the slow ways of running it take."""
+    """A real model, and which prompts it runs a second time, in batches or alone."""
 
     path: Path
     few: tuple[int, ...]
     alone: tuple[int, ...]
 
+    @property
+    def has_chat_template(self) -> bool:
+        return "SmolLM2" in self.path.name
+
 
 @pytest.fixture(scope="module", params=["smollm2", "gemma3"])
 def model(request: pytest.FixtureRequest, smollm2: Path, gemma3: Path) -> Model:
     every = tuple(range(len(PROMPTS)))
-    if request.config.option.markexpr == "soak":
-        return Model({"smollm2": smollm2, "gemma3": gemma3}[request.param], every, every)
-    if request.param == "smollm2":
-        return Model(smollm2, every, (0, 17, LONGEST))
-    return Model(gemma3, (*every[::4], LONGEST), (0, LONGEST))
+    some = tuple(sorted({LONGEST, *every[::4]}))
+    in_full = request.config.option.markexpr == "soak"
+    return Model(
+        path={"smollm2": smollm2, "gemma3": gemma3}[request.param],
+        few=every if in_full else some,
+        alone=every if in_full else (0, LONGEST),
+    )
 
 
 # ---- the engine ----------------------------------------------------------------------------------
@@ -159,7 +170,7 @@ CHAT = [
 
 
 @pytest.fixture(scope="module")
-def runs(model: Model) -> Iterator[Runs]:
+def runs(model: Model) -> Runs:
     with open_engine(model) as engine:
         cold = run(engine, range(len(PROMPTS)), prompt_logprobs=True)
         warm = run(engine, model.few)
@@ -168,8 +179,8 @@ def runs(model: Model) -> Iterator[Runs]:
         for index in model.alone:
             alone.results |= run(engine, [index]).results
         token_ids = [engine.tokenize(prompt) for prompt in PROMPTS if isinstance(prompt, str)]
-        chat_ids = engine.apply_chat_template(CHAT) if "SmolLM2" in model.path.name else None
-    yield Runs(cold, warm, alone, token_ids, chat_ids)
+        chat_ids = engine.apply_chat_template(CHAT) if model.has_chat_template else None
+    return Runs(cold, warm, alone, token_ids, chat_ids)
 
 
 # ---- the reference -------------------------------------------------------------------------------
@@ -203,9 +214,10 @@ def reference(model: Model, runs: Runs) -> Reference:
         patch.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))
         tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
         hf = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    if "SmolLM2" in model.path.name:
+    chat_ids = None
+    if model.has_chat_template:
         _restore_digits(tokenizer)
-    chat_ids = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
+        chat_ids = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
     token_ids = [tokenizer(prompt).input_ids for prompt in PROMPTS if isinstance(prompt, str)]
     with torch.inference_mode():
         scores = [_score(hf, result) for result in runs.cold.results.values()]
@@ -330,8 +342,10 @@ def test_tokens_of_prompts_in_chunks_are_those_of_transformers(model: Model, ref
 
 
 @pytest.mark.soak
-def test_tokens_of_preempted_sequences_are_those_of_transformers(model: Model, reference: Reference):
-    with open_engine(model, num_kv_blocks=30) as engine:  # room for the longest prompt with its output, and five more
+def test_tokens_of_preempted_sequences_are_those_of_transformers(model: Model, runs: Runs, reference: Reference):
+    # Room for all prompts, so that they start together, and not for their outputs.
+    num_blocks = sum(-(-len(runs.cold.results[index].prompt) // BLOCK_SIZE) for index in model.few)
+    with open_engine(model, num_kv_blocks=num_blocks) as engine:
         preempted = run(engine, model.few)
     assert preempted.num_preempted > 0
     assert_greedy(preempted.results, reference)

@@ -147,7 +147,7 @@ class RequestPreparer:
             request_id=request.request_id or str(uuid.uuid4()),
             prompt_ids=prompt_ids,
             sampling=sampling,
-            stopping=replace(stopping, max_tokens=max_len - len(prompt_ids)),
+            stopping=replace(stopping, max_tokens=max_len - len(prompt_ids), conditions=tuple(stopping.conditions)),
             response=response,
             seed=sampling.seed if sampling.seed is not None else self._fresh_seed(),
             max_len=max_len,
@@ -165,6 +165,7 @@ class RequestPreparer:
                 self._tokenizer.detokenizer(prompt_ids),
                 output_index=seq.index,
                 stopping=group.stopping,
+                like=group.leader.stream,
             )
         return group
 
@@ -173,11 +174,11 @@ class RequestPreparer:
     def _prompt_ids(self, request: GenerateRequest) -> np.ndarray:
         limits = self._limits
         if request.prompt is not None:
-            if self._tokenizer.starts_with_bos(request.prompt):
+            if self._tokenizer.starts_with_bos(request.prompt) and self._tokenizer.adds_bos:
                 warnings.warn(
                     "the prompt begins with the text of the BOS token and the tokenizer adds one too, so the model sees "
                     "two; use chat() or messages= for chat templates, or pass token ids",
-                    stacklevel=5,
+                    stacklevel=4,
                 )
             ids = np.asarray(self._tokenizer.encode(request.prompt), dtype=np.int64)
         else:

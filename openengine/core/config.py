@@ -21,6 +21,7 @@ class EngineConfig:
     model_path: a directory of safetensors, a .gguf file, or a hub id.
     served_model_name, aliases: further names that requests may use for the model.
     dtype: "auto" is float32 on a CPU, else bfloat16 where the device computes it.
+    quantization: "int8" multiplies in 8-bit integers on a CPU, weights and activations; None as `dtype` says.
     device: "auto", "cpu", "cuda" or "cuda:N".
     seed: makes requests without a seed reproducible in order of arrival; None draws fresh entropy.
     num_threads: intra-op threads of the engine's own thread; None leaves torch's setting alone.
@@ -79,8 +80,8 @@ class EngineConfig:
     def _refuse_unsupported(self) -> None:
         if self.role != EngineRole.AGGREGATED:
             raise UnsupportedFeature(f"role {str(self.role)!r} is not supported yet; use role='aggregated'")
-        if self.quantization is not None:
-            raise UnsupportedFeature(f"quantization {self.quantization!r} is not supported yet; leave it None")
+        if self.quantization not in (None, "int8"):
+            raise UnsupportedFeature(f"quantization {self.quantization!r} is not supported; use 'int8' or None")
         if self.tensor_parallel_size != 1:
             raise UnsupportedFeature(f"tensor_parallel_size {self.tensor_parallel_size} is not supported yet; use 1")
 

@@ -27,6 +27,8 @@ from torch import Tensor
 from openengine.core.models import CausalLM, ModelConfig, model_class
 from openengine.core.safetensors_reader import SafetensorsFile
 from openengine.errors import InvalidArgument, ModelNotFound, UnsupportedFeature
+from openengine.ops.linear import PackedPart
+from openengine.ops.native import native_library
 
 if TYPE_CHECKING:
     from openengine.core.gguf_models import HfTensor
@@ -55,6 +57,9 @@ class WeightSource(Protocol):
 
     def copy_to(self, destination: Tensor) -> None:
         """Write the values to a tensor of the same shape, casting them to its dtype."""
+
+    def chunks(self) -> Iterator[tuple[slice, Tensor]]:
+        """The values by ranges of the first dimension, in order; each may be overwritten by the next."""
 
 
 @dataclass(frozen=True)
@@ -166,9 +171,14 @@ def load_model(
     device: torch.device,
     backend: AttentionBackend,
     max_model_len: int | None = None,
+    quantization: str | None = None,
+    kernels: str = "auto",
     progress: Callable[[int, int], None] | None = None,
 ) -> CausalLM:
     """Build the model and fill it; memory peaks near its final size.
+
+    `quantization` is None or "int8": weights are then quantized row by row as they are read. `kernels` is "torch", or
+    anything else to use compiled kernels where they are there and serve.
 
     `max_model_len` is the greatest sequence length in tokens to be run (default: the model's own); frequencies of
     dynamic and longrope rotary embeddings depend on it. `progress(done, total)` is called with bytes filled.
@@ -192,12 +202,24 @@ def load_model(
         tied = _is_tied(sources, kind, config)
         if tied:
             sources.pop(f"{kind.HEAD}.weight", None)
-        model = kind(config, backend, dtype=dtype, device=device, max_length=max_length, tied=tied)
+        model = kind(
+            config,
+            backend,
+            dtype=dtype,
+            device=device,
+            max_length=max_length,
+            tied=tied,
+            quantization=quantization,
+            native=None if kernels == "torch" or device.type != "cpu" else native_library(),
+        )
         destinations = dict(model.tensors())
         _check(checkpoint.path, sources, destinations)
         done, total = 0, sum(tensor.nbytes for tensor in destinations.values())
         for name, destination in destinations.items():
-            sources[name].copy_to(destination)
+            if isinstance(destination, PackedPart):
+                destination.fill(sources[name].chunks())
+            else:
+                sources[name].copy_to(destination)
             done += destination.nbytes
             if progress is not None:
                 progress(done, total)
@@ -235,7 +257,7 @@ def _is_tied(sources: Mapping[str, WeightSource], kind: type[CausalLM], config: 
     return False
 
 
-def _check(path: Path, sources: Mapping[str, WeightSource], destinations: Mapping[str, Tensor]) -> None:
+def _check(path: Path, sources: Mapping[str, WeightSource], destinations: Mapping[str, Tensor | PackedPart]) -> None:
     problems = []
     if missing := [name for name in destinations if name not in sources]:
         problems.append(f"missing {_listed(missing)}")
@@ -348,8 +370,11 @@ class _GgufWeight:
         if direct and destination.device.type == "cpu":
             self._tensor.load(destination.numpy())
         else:
-            for rows, values in self._tensor.chunks(_CHUNK_VALUES):
-                destination[rows].copy_(torch.from_numpy(values))
+            for rows, values in self.chunks():
+                destination[rows].copy_(values)
+
+    def chunks(self) -> Iterator[tuple[slice, Tensor]]:
+        return ((rows, torch.from_numpy(values)) for rows, values in self._tensor.chunks(_CHUNK_VALUES))
 
 
 def _download(name: str, progress: bool) -> Path:

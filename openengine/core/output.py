@@ -56,7 +56,8 @@ class OutputStream:
     """The stream of one output (`output_index`), owned by the loop; a preempted sequence keeps it as it is.
 
     Feed every sampled token once with one of the `push` methods, call `take` whenever events may be sent, and
-    `finish` once before the output's `GenerationFinished`.
+    `finish` once before the output's `GenerationFinished`. `like` is another output of the same request: its table
+    of stop texts, a dictionary per character, serves both.
     """
 
     def __init__(
@@ -65,12 +66,13 @@ class OutputStream:
         *,
         output_index: int,
         stopping: StoppingOptions,
+        like: OutputStream | None = None,
     ) -> None:
-        texts = tuple(stop_texts(stopping))
+        texts = tuple(stop_texts(stopping)) if like is None else ()
         self._detokenizer = detokenizer
         self._decode = detokenizer.push
         self._output_index = output_index
-        self._stops = _StopAutomaton(texts) if texts else None
+        self._stops = _StopAutomaton(texts) if texts else like and like._stops
         self._node = 0
         self._include_stop = bool(stopping.include_stop_in_output)
         self._min_tokens = stopping.min_tokens or 0
@@ -371,7 +373,7 @@ class Candidates(_Lazy[LogProb]):
     token_ids: integers [K].  logprobs: f32 [K].  ranks: integers [K].  `token_text` gives a token's literal text.
     """
 
-    __slots__ = ("_token_text", "logprobs", "ranks", "token_ids")
+    __slots__ = ("logprobs", "ranks", "token_ids", "token_text")
 
     def __init__(
         self, token_ids: np.ndarray, logprobs: np.ndarray, ranks: np.ndarray, token_text: Callable[[int], str]
@@ -380,14 +382,14 @@ class Candidates(_Lazy[LogProb]):
         self.token_ids = token_ids
         self.logprobs = logprobs
         self.ranks = ranks
-        self._token_text = token_text
+        self.token_text = token_text
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     def _make(self, index: int) -> LogProb:
         token_id = int(self.token_ids[index])
-        return LogProb(token_id, float(self.logprobs[index]), self._token_text(token_id), int(self.ranks[index]))
+        return LogProb(token_id, float(self.logprobs[index]), self.token_text(token_id), int(self.ranks[index]))
 
 
 class PromptTokens(_Lazy[TokenInfo]):
@@ -397,7 +399,7 @@ class PromptTokens(_Lazy[TokenInfo]):
     nothing before it that could predict it, and the ones before `start` were not asked for.
     """
 
-    __slots__ = ("_first_scored", "_token_text", "scores", "token_ids")
+    __slots__ = ("_first_scored", "scores", "token_ids", "token_text")
 
     def __init__(
         self, token_ids: Sequence[int], token_text: Callable[[int], str], start: int, scores: TokenScores
@@ -406,7 +408,7 @@ class PromptTokens(_Lazy[TokenInfo]):
         assert len(scores.logprobs) == len(token_ids) - self._first_scored, "one score per position from start on"
         self.token_ids = token_ids
         self.scores = scores
-        self._token_text = token_text
+        self.token_text = token_text
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -415,10 +417,10 @@ class PromptTokens(_Lazy[TokenInfo]):
         token_id = int(self.token_ids[index])
         row = index - self._first_scored
         if row < 0:
-            return TokenInfo(token_id, self._token_text(token_id))
+            return TokenInfo(token_id, self.token_text(token_id))
         return TokenInfo(
             token_id,
-            self._token_text(token_id),
+            self.token_text(token_id),
             float(self.scores.logprobs[row]),
             int(self.scores.ranks[row]),
             self._candidates(row),
@@ -429,5 +431,5 @@ class PromptTokens(_Lazy[TokenInfo]):
         if scores.candidate_ids is None:
             return ()
         return Candidates(
-            scores.candidate_ids[row], scores.candidate_logprobs[row], scores.candidate_ranks[row], self._token_text
+            scores.candidate_ids[row], scores.candidate_logprobs[row], scores.candidate_ranks[row], self.token_text
         )

@@ -115,8 +115,12 @@ class StoredTensor:
         if direct and destination.device.type == "cpu":
             self._read_into(destination, self.offset)
             return
-        for rows in self._blocks():
-            destination[rows].copy_(self._read(rows))
+        for rows, values in self.chunks():
+            destination[rows].copy_(values)
+
+    def chunks(self) -> Iterator[tuple[slice, Tensor]]:
+        """The values by ranges of the first dimension, in order."""
+        return ((rows, self._read(rows)) for rows in self._blocks())
 
     def holds_same(self, other: StoredTensor) -> bool:
         """Whether the values, of equal shapes, are equal."""

@@ -88,7 +88,7 @@ class TorchAttention:
         self._fused = fused
         self._fast_bfloat16 = _has_fast_bfloat16()
         self._workspace = torch.empty(0)
-        self._edges: dict[tuple[int, torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
+        self._triangles_of: dict[tuple[int, torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
 
     def allocate(self, spec: KvSpec, num_blocks: int, block_size: int) -> KvCache:
         """A cache of `[num_kv_heads, block_size, head_dim]` blocks, so that the gathered blocks of a head are a matrix."""
@@ -259,12 +259,14 @@ class TorchAttention:
     def _triangles(self, group: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         """What row r of a chunk hides: columns after r, and columns before r; each `[chunk * group, chunk]`."""
         key = (group, dtype, device)
-        if key not in self._edges:
+        if key not in self._triangles_of:
             size = _MAX_CHUNK if device.type == "cpu" else _ACCELERATOR_CHUNK
             with torch.inference_mode(False):
                 square = torch.full((size, size), -torch.inf, dtype=dtype, device=device)
-                self._edges[key] = tuple(x.repeat_interleave(group, 0) for x in (square.triu(1), square.tril(-1)))
-        return self._edges[key]
+                self._triangles_of[key] = tuple(
+                    x.repeat_interleave(group, 0) for x in (square.triu(1), square.tril(-1))
+                )
+        return self._triangles_of[key]
 
     # ---- both ------------------------------------------------------------------------------------
 

@@ -20,6 +20,10 @@ class Embedding:
         self.name = name
         self.weight = torch.empty(rows, width, dtype=dtype, device=device)
 
+    @property
+    def num_bytes(self) -> int:
+        return self.weight.nbytes
+
     def __call__(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, self.weight)
 

@@ -51,9 +51,9 @@ def test_lengths_at_block_boundaries_match_the_oracle(fused, block_size):
 @pytest.mark.parametrize("fused", BACKENDS)
 @pytest.mark.parametrize("window", [2, 31, 128])
 def test_lengths_at_the_edge_of_the_window_match_the_oracle(fused, window):
-    edge = [window - 1, window, window + 1, window + 2]
-    fresh = [n for n in edge if n > 1]
-    lens = ([1] * 4 + [2] * 4 + fresh, edge + [n + 1 for n in edge] + fresh)
+    decodes = [window - 1, window, window + 1]
+    fresh = [n for n in decodes if n > 1]
+    lens = ([1, 1, 1, 2, 2, *fresh], [*decodes, window, window + 1, *fresh])
     case = Sequences(*lens, num_heads=24, num_kv_heads=8, window=window)
     assert_near(case.attend(TorchAttention(fused=fused), 16), case.expected())
 
@@ -65,7 +65,7 @@ def test_softcap_matches_the_oracle(fused, window):
     assert_near(case.attend(TorchAttention(fused=fused), 32), case.expected())
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_random_mixes_match_the_oracle(seed):
     pick = random.Random(seed).randint
     decodes = [pick(1, 700) for _ in range(pick(0, 20))]

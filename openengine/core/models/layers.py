@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from openengine.core.models.config import ModelConfig
-from openengine.ops.activation import ACTIVATIONS, gated
+from openengine.ops.activation import ACTIVATIONS, Gated
 from openengine.ops.batch import ForwardBatch
 from openengine.ops.embedding import Embedding
-from openengine.ops.linear import Linear
+from openengine.ops.linear import Linear, PackedPart
+from openengine.ops.native import NativeLibrary
 from openengine.ops.norm import HeadNorm, LayerNorm, RmsNorm
 from openengine.ops.rope import Rope, apply_rope_
 
@@ -70,15 +71,15 @@ class Attention:
 class GatedMlp:
     """`down(activation(gate(x)) * up(x))`."""
 
-    __slots__ = ("activation", "down", "gate_up")
+    __slots__ = ("down", "gate_up", "gated")
 
-    def __init__(self, gate_up: Linear, down: Linear, activation: str) -> None:
+    def __init__(self, gate_up: Linear, down: Linear, gated: Gated) -> None:
         self.gate_up = gate_up
         self.down = down
-        self.activation = ACTIVATIONS[activation]
+        self.gated = gated
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(gated(self.activation, self.gate_up(x)))
+        return self.down(self.gated(self.gate_up(x)))
 
 
 class Mlp:
@@ -139,7 +140,8 @@ class CausalLM:
     those of Hugging Face checkpoints without the leading `model.` or `transformer.`.
 
     `max_length` is the greatest sequence length in tokens that will be run; see `ops.rope` for what depends on it.
-    With `tied`, the head shares the token embedding's tensor.
+    With `tied`, the head is also the table of token embeddings. `quantization` is that of every matrix product;
+    `native` holds compiled kernels to use where they serve.
     """
 
     IGNORED: tuple[str, ...] = (r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)",)  # stored but derived
@@ -154,20 +156,24 @@ class CausalLM:
         device: torch.device,
         max_length: int,
         tied: bool,
+        quantization: str | None = None,
+        native: NativeLibrary | None = None,
     ) -> None:
         self.config = config
         self.windows = config.windows
         self.dtype = dtype
         self.device = device
+        self.quantization = quantization
+        self._native = native
         self._backend = backend
         self._modules: list[Linear | Embedding | RmsNorm | LayerNorm | HeadNorm] = []
         self._ropes = [Rope(rope, max_length, device=device) for rope in config.ropes]
         # Checkpoints multiply in the model's dtype, so the factor is rounded to it first.
         self._embed_scale = config.embed_scale and torch.tensor(config.embed_scale, dtype=dtype).item()
-        self.embed = self._embedding(self.EMBED, config.vocab_size)
+        self.head = self._linear(config.hidden_size, {self.EMBED if tied else self.HEAD: config.vocab_size}, table=tied)
+        self.embed = self.head.rows if tied else self._embedding(self.EMBED, config.vocab_size)
         self.layers = [self._layer(index) for index in range(config.num_layers)]
         self.norm = self._norm(self.NORM)
-        self.head = self._head(tied)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Run the tokens; the final norm's output at `batch.logits_rows`, [R, D]."""
@@ -181,13 +187,26 @@ class CausalLM:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, D] -> float32 [R, V], soft-capped where the model says so."""
-        logits = self.head(hidden).float()
+        logits = self.head(hidden, dtype=torch.float32)
         if self.config.final_softcap is not None:
             logits.div_(self.config.final_softcap).tanh_().mul_(self.config.final_softcap)
         return logits
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every stored tensor as `(name, view)`; a view has the stored shape, and writing it sets the weight."""
+    @property
+    def num_bytes(self) -> int:
+        """Memory the weights take."""
+        return sum(module.num_bytes for module in self._modules)
+
+    @property
+    def matrix_kernels(self) -> str:
+        """What multiplies: "native", "onednn" or "torch"."""
+        return ", ".join(sorted({linear.weights.kernels for linear in self.linears()}))
+
+    def tensors(self) -> Iterator[tuple[str, Tensor | PackedPart]]:
+        """Every stored tensor as `(name, view)`; a view has the stored shape, and writing it sets the weight.
+
+        After `finish` they are there to be read.
+        """
         for module in self._modules:
             yield from module.tensors()
 
@@ -211,11 +230,6 @@ class CausalLM:
         embedded = self.embed(batch.input_ids)
         return embedded if self._embed_scale is None else embedded.mul_(self._embed_scale)
 
-    def _head(self, tied: bool) -> Linear:
-        if tied:
-            return Linear(self.embed.weight, parts={})
-        return self._linear(self.config.hidden_size, {self.HEAD: self.config.vocab_size})
-
     def _attention(self, index: int, prefix: str, *, norm: HeadNorm | None = None) -> Attention:
         config = self.config
         q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -237,29 +251,48 @@ class CausalLM:
                 config.hidden_size, {f"{prefix}.gate_proj": width, f"{prefix}.up_proj": width}, bias=config.mlp_bias
             ),
             self._linear(width, {f"{prefix}.down_proj": config.hidden_size}, bias=config.mlp_bias),
-            config.activation,
+            Gated(config.activation, self._native),
         )
 
     def _head_norm(self, prefix: str, *, offset: float = 0.0) -> HeadNorm:
         config = self.config
         parts = {f"{prefix}.q_norm": config.num_heads, f"{prefix}.k_norm": config.num_kv_heads}
-        return self._add(HeadNorm(parts, config.head_dim, config.norm_eps, offset=offset, device=self.device))
+        return self._add(
+            HeadNorm(parts, config.head_dim, config.norm_eps, offset=offset, device=self.device, native=self._native)
+        )
 
     def _rms_norm(self, name: str, *, offset: float = 0.0) -> RmsNorm:
-        config = self.config
-        return self._add(RmsNorm(name, config.hidden_size, config.norm_eps, offset=offset, device=self.device))
+        width, eps = self.config.hidden_size, self.config.norm_eps
+        return self._add(RmsNorm(name, width, eps, offset=offset, device=self.device, native=self._native))
 
     def _layer_norm(self, name: str) -> LayerNorm:
-        return self._add(LayerNorm(name, self.config.hidden_size, self.config.norm_eps, device=self.device))
+        width, eps = self.config.hidden_size, self.config.norm_eps
+        return self._add(LayerNorm(name, width, eps, device=self.device, native=self._native))
 
     def _embedding(self, name: str, rows: int) -> Embedding:
         return self._add(Embedding(name, rows, self.config.hidden_size, dtype=self.dtype, device=self.device))
 
     def _linear(
-        self, in_features: int, parts: Mapping[str, int], *, bias: bool = False, transposed: bool = False
+        self,
+        in_features: int,
+        parts: Mapping[str, int],
+        *,
+        bias: bool = False,
+        transposed: bool = False,
+        table: bool = False,
     ) -> Linear:
         return self._add(
-            Linear.empty(in_features, parts, bias=bias, transposed=transposed, dtype=self.dtype, device=self.device)
+            Linear.empty(
+                in_features,
+                parts,
+                bias=bias,
+                transposed=transposed,
+                table=table,
+                dtype=self.dtype,
+                device=self.device,
+                quantization=self.quantization,
+                native=self._native,
+            )
         )
 
     def _add(self, module: _Module) -> _Module:

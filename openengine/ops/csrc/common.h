@@ -107,38 +107,53 @@ OE_INLINE void put(bf16* to, float x) { *to = narrow(x); }
 
 OE_INLINE vf larger(vf a, vf b) { return a > b ? a : b; }
 
-OE_INLINE float sum_of(vf v) {
+// Halves are combined until one lane is left, in the same order at every level.
 #if OE_LANES == 16
-    return _mm512_reduce_add_ps(bits_as<__m512>(v));
+#define OE_FOLD(op, v)                                                                                  \
+    __m512 v16 = bits_as<__m512>(v);                                                                    \
+    __m256 v8 = _mm256_##op##_ps(_mm512_castps512_ps256(v16), _mm512_extractf32x8_ps(v16, 1));          \
+    __m128 v4 = _mm_##op##_ps(_mm256_castps256_ps128(v8), _mm256_extractf128_ps(v8, 1));
+#elif OE_LANES == 8
+#define OE_FOLD(op, v)                                                                                  \
+    __m256 v8 = bits_as<__m256>(v);                                                                     \
+    __m128 v4 = _mm_##op##_ps(_mm256_castps256_ps128(v8), _mm256_extractf128_ps(v8, 1));
 #else
-    float s = 0;
-    for (int i = 0; i < LANES; i++) s += v[i];
-    return s;
+#define OE_FOLD(op, v) vf v4 = v;
 #endif
+
+OE_INLINE float sum_of(vf v) {
+    OE_FOLD(add, v)
+    return (v4[0] + v4[2]) + (v4[1] + v4[3]);
 }
 
 OE_INLINE float max_of(vf v) {
-#if OE_LANES == 16
-    return _mm512_reduce_max_ps(bits_as<__m512>(v));
-#else
-    float m = v[0];
-    for (int i = 1; i < LANES; i++) m = v[i] > m ? v[i] : m;
-    return m;
-#endif
+    OE_FOLD(max, v)
+    float a = v4[0] > v4[2] ? v4[0] : v4[2], b = v4[1] > v4[3] ? v4[1] : v4[3];
+    return a > b ? a : b;
 }
 
 // ---- 2^x and e^x ----
 
-// 2^(n + f) for f in [-0.5, 0.5], n in the low bits of `shifted`, to about 1 ulp. Exponents outside -126..127 are garbage.
+// 2^f for f in [-0.5, 0.5]: minimax fits with the constant term 1, with relative errors of 1e-7 and 1e-4.
+OE_INLINE vf exp2_fraction(vf f) {
+    vf p = splat(1.32647272e-3f);
+    p = p * f + 9.67151281e-3f;
+    p = p * f + 5.55073374e-2f;
+    p = p * f + 2.40222421e-1f;
+    p = p * f + 6.93146978e-1f;
+    return p * f + 1.0f;
+}
+
+OE_INLINE vf exp2_fraction_rough(vf f) {
+    vf p = splat(5.50089309e-2f);
+    p = p * f + 2.42210969e-1f;
+    p = p * f + 6.93282928e-1f;
+    return p * f + 1.0f;
+}
+
+// 2^(n + f) for f in [-0.5, 0.5], n in the low bits of `shifted`. Exponents outside -126..127 are garbage.
 OE_INLINE vf scaled_exp2(vf shifted, vf f) {
-    // A minimax fit of 2^f, constant term 1: relative error below 3e-9.
-    vf p = splat(1.53533621e-4f);
-    p = p * f + 1.33988746e-3f;
-    p = p * f + 9.61843736e-3f;
-    p = p * f + 5.55033247e-2f;
-    p = p * f + 2.40226479e-1f;
-    p = p * f + 6.93147203e-1f;
-    p = p * f + 1.0f;
+    vf p = exp2_fraction(f);
     return bits_as<vf>(bits_as<vi>(p) + (bits_as<vi>(shifted) << 23));
 }
 

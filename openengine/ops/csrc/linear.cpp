@@ -9,7 +9,7 @@
 // Each output is one accumulator that takes its groups in order, however many rows are computed beside it: a row's
 // result does not depend on the rest of the batch, nor on the number of threads. Only levels differ in rounding.
 
-#include "common.h"
+#include "rows.h"
 
 #include <stdlib.h>
 #ifdef _OPENMP
@@ -20,17 +20,17 @@ namespace {
 
 enum Kind : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
 
-// Mirrored by `_Layer` in linear_native.py.
+// Mirrored by `_Layer` in linear_native.py. The arrays have an item for each output of whole panels.
 struct Layer {
     char* weights;
-    float* scales;    // [outputs, padded], int8 only
-    int32_t* sums;    // [outputs, padded] of the quantized weights, int8 only
-    const float* bias;  // [outputs, padded] or null
+    float* scales;  // int8 only
+    int32_t* sums;  // of the quantized weights, int8 only
+    const float* bias;
     int64_t outputs, inputs;
     int32_t kind;
 };
 
-constexpr int64_t PANEL = 32, GROUP = 4, ROW = PANEL * GROUP;  // bytes of one group for all outputs of a panel
+constexpr int64_t PANEL = 32, GROUP = 4, ROW = PANEL * GROUP;  // a row is one group of inputs for a panel's outputs
 constexpr int VECS = 2;                                       // vectors of outputs in a tile
 #if defined(__AVX512BF16__)
 constexpr int MAX_ROWS = 14;  // 28 of 32 registers accumulate
@@ -39,7 +39,8 @@ constexpr int MAX_ROWS = 10;
 #else
 constexpr int MAX_ROWS = 4;
 #endif
-constexpr int64_t RUN = 64;               // groups summed before they are added to the total: smaller rounding errors
+constexpr int64_t RUN = 64;                 // groups summed before they join the total, which bounds rounding errors
+constexpr int64_t NEAR = 2048;              // bytes to fetch ahead of a tile that reads weights from memory
 constexpr int64_t BLOCK_BYTES = 256 << 10;  // of activations that stay in the second-level cache beside a panel
 
 typedef uint8_t vb __attribute__((vector_size(OE_LANES)));
@@ -115,37 +116,37 @@ struct Product {
     int64_t groups;
 };
 
-template <class T>
-OE_INLINE void store_some(T* to, vf value, int64_t count) {
-    if (count >= LANES) return store(to, value);
-    T whole[LANES];
-    store(whole, value);
-    if (count > 0) memcpy(to, whole, count * sizeof(T));
+OE_INLINE vf output_of(const Product&, vf total, int64_t, int64_t) { return total; }
+
+OE_INLINE vf output_of(const Product& p, vi total, int64_t row, int64_t column) {
+    total -= load_as<vi>(p.layer->sums + column) * p.x_zeros[row];
+    return __builtin_convertvector(total, vf) * (load(p.layer->scales + column) * p.x_scales[row]);
 }
 
-OE_INLINE void finish(const Product& p, vf value, int64_t row, int64_t column) {
-    if (p.layer->bias) value += load(p.layer->bias + column);
-    char* y = p.y + row * p.y_bytes;
-    const int64_t count = p.layer->outputs - column;
-    if (p.y_kind == BFLOAT16) store_some(reinterpret_cast<bf16*>(y) + column, value, count);
-    else store_some(reinterpret_cast<float*>(y) + column, value, count);
+// Write the outputs of a tile, [rows][VECS] accumulators, as T.
+template <class T, class Acc>
+void finish(const Product& p, const Acc* totals, int64_t row, int64_t rows, int64_t column) {
+    for (int64_t end = row + rows; row < end; row++, totals += VECS) {
+        T* y = reinterpret_cast<T*>(p.y + row * p.y_bytes);
+        for (int j = 0; j < VECS; j++) {
+            const int64_t at = column + j * LANES, left = p.layer->outputs - at;
+            const vf value = output_of(p, totals[j], row, at) + load(p.layer->bias + at);
+            if (left > 0) store_some(y + at, value, left);
+        }
+    }
 }
 
-OE_INLINE void finish(const Product& p, vi acc, int64_t row, int64_t column) {
-    acc -= load_as<vi>(p.layer->sums + column) * p.x_zeros[row];
-    const vf scale = load(p.layer->scales + column) * p.x_scales[row];
-    finish(p, __builtin_convertvector(acc, vf) * scale, row, column);
-}
-
-// ROWS x (VECS * LANES) outputs at (row, column).
+// ROWS x (VECS * LANES) outputs at (row, column). Fetches two lines from `ahead` on with every group.
 template <class D, int ROWS>
-void tile(const Product& p, const char* w, int64_t row, int64_t column) {
+void tile(const Product& p, const char* w, int64_t row, int64_t column, const char* ahead, int64_t ahead_step) {
     typename D::Acc total[ROWS][VECS] = {};
     const char* x = p.x + row * p.x_bytes;
     const int64_t x_bytes = p.x_bytes;
     for (int64_t left = p.groups; left > 0; left -= RUN) {
         typename D::Acc acc[ROWS][VECS] = {};
-        for (const char* end = w + (left < RUN ? left : RUN) * ROW; w != end; w += ROW, x += GROUP) {
+        for (const char* end = w + (left < RUN ? left : RUN) * ROW; w != end; w += ROW, x += GROUP, ahead += ahead_step) {
+            __builtin_prefetch(ahead);
+            __builtin_prefetch(ahead + 64);
             vi weights[VECS];
             for (int j = 0; j < VECS; j++) weights[j] = load_as<vi>(w + j * LANES * GROUP);
             for (int i = 0; i < ROWS; i++) {
@@ -156,15 +157,16 @@ void tile(const Product& p, const char* w, int64_t row, int64_t column) {
         for (int i = 0; i < ROWS; i++)
             for (int j = 0; j < VECS; j++) total[i][j] += acc[i][j];
     }
-    for (int i = 0; i < ROWS; i++)
-        for (int j = 0; j < VECS; j++) finish(p, total[i][j], row + i, column + j * LANES);
+    if (p.y_kind == BFLOAT16) finish<bf16>(p, &total[0][0], row, ROWS, column);
+    else finish<float>(p, &total[0][0], row, ROWS, column);
 }
 
 template <class D>
-void tile_of(const Product& p, const char* w, int64_t row, int64_t rows, int64_t column) {
+void tile_of(
+    const Product& p, const char* w, int64_t row, int64_t rows, int64_t column, const char* ahead, int64_t ahead_step) {
     switch (rows) {
 #define OE_CASE(n) \
-    case n: return tile<D, n <= MAX_ROWS ? n : MAX_ROWS>(p, w, row, column);
+    case n: return tile<D, n <= MAX_ROWS ? n : MAX_ROWS>(p, w, row, column, ahead, ahead_step);
         OE_CASE(1) OE_CASE(2) OE_CASE(3) OE_CASE(4) OE_CASE(5) OE_CASE(6) OE_CASE(7)
         OE_CASE(8) OE_CASE(9) OE_CASE(10) OE_CASE(11) OE_CASE(12) OE_CASE(13) OE_CASE(14)
 #undef OE_CASE
@@ -175,10 +177,15 @@ void tile_of(const Product& p, const char* w, int64_t row, int64_t rows, int64_t
 template <class D>
 void multiply_panel(const Product& p, int64_t panel, int64_t row, int64_t end) {
     const char* w = p.layer->weights + panel * p.groups * ROW;
-    for (int64_t tiles = (end - row + MAX_ROWS - 1) / MAX_ROWS; tiles > 0; tiles--) {
+    const int64_t panel_bytes = p.groups * ROW;
+    int64_t tiles = (end - row + MAX_ROWS - 1) / MAX_ROWS;
+    // One tile reads the weights from memory as it goes; several have the time to fetch the next panel.
+    const int64_t step = ROW / tiles;
+    const char* ahead = tiles == 1 ? w + NEAR : w + panel_bytes;
+    for (; tiles > 0; tiles--, ahead += p.groups * step) {
         const int64_t rows = (end - row + tiles - 1) / tiles;
         for (int column = 0; column < PANEL; column += VECS * LANES)
-            tile_of<D>(p, w + column * GROUP, row, rows, panel * PANEL + column);
+            tile_of<D>(p, w + column * GROUP, row, rows, panel * PANEL + column, ahead, step);
         row += rows;
     }
 }
@@ -219,70 +226,76 @@ int64_t blocks_for(int64_t panels, int64_t rows, int64_t bytes, int64_t threads)
 
 // ---- quantization ----
 
-// To nearest even. Not by adding a large number, which a compiler may contract with the product before it.
-OE_INLINE vi rounded(vf x) {
-#if OE_LANES == 16
-    return bits_as<vi>(_mm512_cvtps_epi32(bits_as<__m512>(x)));
-#elif OE_LANES == 8
-    return bits_as<vi>(_mm256_cvtps_epi32(bits_as<__m256>(x)));
-#elif defined(__SSE2__)
-    return bits_as<vi>(_mm_cvtps_epi32(bits_as<__m128>(x)));
-#else
-    vi q;
-    for (int i = 0; i < LANES; i++) q[i] = int32_t(__builtin_lrintf(x[i]));
-    return q;
-#endif
-}
+// The least and greatest of x and 0, and NaN or 0: NaN if any value is infinite or NaN.
+struct Range {
+    vf low = {}, high = {}, check = {};
+
+    OE_INLINE void join(Range& r, vf v) {
+        r.low = least(v, r.low);
+        r.high = most(v, r.high);
+        r.check += v * 0.0f;
+    }
+};
 
 template <class T>
-OE_INLINE vf load_some(const T* from, int64_t count) {
-    if (count >= LANES) return load(from);
-    T whole[LANES] = {};
-    memcpy(whole, from, count * sizeof(T));
-    return load(whole);
+OE_INLINE Range range_of(const T* x, int64_t n) {
+    Range a, b;  // two, for the latency
+    int64_t i = 0;
+    for (; i + 2 * LANES <= n; i += 2 * LANES) {
+        Range::join(a, load(x + i));
+        Range::join(b, load(x + i + LANES));
+    }
+    for (; i < n; i += LANES) Range::join(a, load_some(x + i, n - i));
+    a.low = least(a.low, b.low);
+    a.high = most(a.high, b.high);
+    a.check += b.check;
+    return a;
 }
 
-OE_INLINE vb bytes_of(vf x, int32_t zero, int32_t low, int32_t high) {
-    vi q = rounded(x) + zero;
-    q = q < low ? vi{} + low : q;
-    q = q > high ? vi{} + high : q;
-    return __builtin_convertvector(q, vb);
+OE_INLINE vb bytes_of(vi q) {  // from 0 to 255, larger ones cut
+#if OE_LANES == 16
+    return bits_as<vb>(_mm512_cvtusepi32_epi8(bits_as<__m512i>(q)));
+#else
+    return __builtin_convertvector(q > 255 ? vi{} + 255 : q, vb);
+#endif
 }
 
 // One row to `(q - zero) * scale`, q unsigned, over a range that includes 0. A row that is not finite gets a scale of
 // NaN, one whose range is below 1e-30 becomes zeros. `q` has room for a whole number of vectors.
 template <class T>
 void quantize_row(const T* x, int64_t n, uint8_t* q, float* scale, int32_t* zero) {
-    vf low = {}, high = {}, check = {};
-    for (int64_t i = 0; i < n; i += LANES) {
-        const vf v = load_some(x + i, n - i);
-        low = v < low ? v : low;
-        high = v > high ? v : high;
-        check += v * 0.0f;
-    }
-    const float least = -max_of(-low), range = max_of(high) - least;
+    const Range r = range_of(x, n);
+    const float low = -max_of(-r.low), range = max_of(r.high) - low;
     const float inverse = range > 1e-30f ? 255.0f / range : 0.0f;
-    *scale = range / 255.0f + sum_of(check);
-    *zero = rounded(splat(-least * inverse))[0];
-    for (int64_t i = 0; i < n; i += LANES) store_as(q + i, bytes_of(load_some(x + i, n - i) * inverse, *zero, 0, 255));
+    *scale = range / 255.0f + sum_of(r.check);
+    const vi offset = rounded(splat(-low * inverse));
+    *zero = offset[0];
+    const auto quantize = [=](vf v) {
+        const vi shifted = rounded(v * inverse) + offset;
+        return bytes_of(shifted < 0 ? vi{} : shifted);
+    };
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) store_as(q + i, quantize(load(x + i)));
+    if (i < n) store_as(q + i, quantize(load_some(x + i, n - i)));
 }
 
 // One row of weights to `q * scale`, q signed and symmetric; returns the sum of q.
 template <class T>
 int32_t quantize_weights(const T* x, int64_t n, int8_t* q, float* scale) {
-    vf most = {}, check = {};
-    for (int64_t i = 0; i < n; i += LANES) {
-        const vf v = load_some(x + i, n - i);
-        most = larger(v < 0.0f ? -v : v, most);
-        check += v * 0.0f;
-    }
-    const float range = max_of(most);
+    const Range r = range_of(x, n);
+    const float range = max_of(most(r.high, -r.low));
     const float inverse = range > 1e-30f ? 127.0f / range : 0.0f;
-    *scale = range / 127.0f + sum_of(check);
-    for (int64_t i = 0; i < n; i += LANES) store_as(q + i, bytes_of(load_some(x + i, n - i) * inverse, 0, -127, 127));
-    int32_t sum = 0;
-    for (int64_t i = 0; i < n; i++) sum += q[i];
-    return sum;
+    *scale = range / 127.0f + sum_of(r.check);
+    vi sum = {};
+    for (int64_t i = 0; i < n; i += LANES) {
+        vi v = rounded(load_some(x + i, n - i) * inverse);
+        v = v > 127 ? vi{} + 127 : v < -127 ? vi{} - 127 : v;
+        sum += v;
+        store_as(q + i, __builtin_convertvector(v, vb));
+    }
+    int32_t total = 0;
+    for (int i = 0; i < LANES; i++) total += sum[i];
+    return total;
 }
 
 int64_t padded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }

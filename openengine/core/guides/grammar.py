@@ -1,0 +1,141 @@
+"""The backend's grammar text: rules over terminals, terminals over languages.
+
+The backend reads text by longest match among the terminals that may come next, so whoever adds terminals sees to it that
+none can be continued where another rule would stop it.
+"""
+
+from __future__ import annotations
+
+import json
+
+from openengine.core.guides.language import ANY_CHAR, EMPTY, EPSILON, Language, complement, intersect
+
+__all__ = ["Grammar", "GrammarTooLarge", "quoted"]
+
+_SOME_TEXT = complement(EPSILON)
+_NESTED = 60  # deeper expressions get a terminal of their own, which keeps the text and the backend's recursion flat
+
+
+class GrammarTooLarge(Exception):
+    """The grammar exceeds its limit in bytes."""
+
+
+class Grammar:
+    """Rules and terminals under construction. `start` is the name of the first rule; `text()` is the whole."""
+
+    def __init__(self, *, max_bytes: int) -> None:
+        self._lines: list[str] = []
+        self._terminals: dict[Language, str] = {}
+        self._num_rules = 0
+        self._free_bytes = max_bytes
+
+    def new_rule(self) -> str:
+        """A name for a rule that `define` will get."""
+        self._num_rules += 1
+        return f"r{self._num_rules}"
+
+    def define(self, name: str, alternatives: list[str]) -> str:
+        """Make `name` stand for any of `alternatives`, each a sequence of symbols; returns the name."""
+        assert alternatives, f"rule {name} derives nothing"
+        self._write(f"{name}: {' | '.join(dict.fromkeys(alternatives))}")
+        return name
+
+    def rule(self, alternatives: list[str]) -> str:
+        """A new rule."""
+        return self.define(self.new_rule(), alternatives)
+
+    def symbol(self, language: Language) -> str:
+        """What derives exactly the texts of `language`, which must not be empty."""
+        assert language != EMPTY, "a terminal that matches nothing"
+        if language == EPSILON:
+            return '""'
+        if language.has_empty:
+            return f"({self._terminal(intersect(language, _SOME_TEXT))})?"
+        return self._terminal(language)
+
+    def text(self, start: str) -> str:
+        """The grammar with `start` as its first symbol."""
+        return "\n".join([f"start: {start}", *self._lines, ""])
+
+    def _terminal(self, language: Language) -> str:
+        name = self._terminals.get(language)
+        if name is None:
+            expression = self._expression(language, 0)
+            name = self._terminals[language] = f"T{len(self._terminals)}"
+            self._write(f"{name}: {expression}")
+        return name
+
+    def _expression(self, language: Language, depth: int) -> str:
+        """A terminal expression: regular expressions between slashes, combined by the grammar's own operators."""
+        if _is_plain(language):
+            return f"/{_regex(language)}/"
+        if depth > _NESTED:
+            return self._terminal(language)
+        parts = [self._expression(part, depth + 1) for part in language.parts]
+        if language.kind == "not":
+            return f"~({parts[0]})" if not parts[0].startswith("/") else f"~{parts[0]}"
+        if language.kind == "intersect":
+            return f"({' & '.join(parts)})"
+        if language.kind == "union":
+            return f"({' | '.join(parts)})"
+        if language.kind == "repeat":
+            return f"({parts[0]}){_bounds(language)}"
+        return f"({' '.join(parts)})"
+
+    def _write(self, line: str) -> None:
+        self._free_bytes -= len(line) + 1
+        if self._free_bytes < 0:
+            raise GrammarTooLarge
+        self._lines.append(line)
+
+
+def quoted(text: str) -> str:
+    """`text` as a string of the grammar."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _is_plain(language: Language) -> bool:
+    if language.is_chars:
+        return True
+    return language.kind in ("concat", "union", "repeat") and all(map(_is_plain, language.parts))
+
+
+def _regex(language: Language) -> str:
+    if language.is_chars:
+        return _class(language)
+    if language.kind == "concat":
+        return "".join(map(_grouped, language.parts))
+    if language.kind == "union":
+        return "|".join(map(_regex, language.parts)) if EPSILON not in language.parts else _optional(language)
+    return f"{_grouped(language.parts[0])}{_bounds(language)}"
+
+
+def _optional(language: Language) -> str:
+    rest = [part for part in language.parts if part != EPSILON]
+    return f"(?:{'|'.join(map(_regex, rest))})?"
+
+
+def _grouped(language: Language) -> str:
+    text = _regex(language)
+    return text if language.is_chars else f"(?:{text})"
+
+
+def _bounds(language: Language) -> str:
+    low, high = language.low, language.high
+    if high is None:
+        return {0: "*", 1: "+"}.get(low, f"{{{low},}}")
+    return "?" if (low, high) == (0, 1) else f"{{{low}}}" if low == high else f"{{{low},{high}}}"
+
+
+def _class(language: Language) -> str:
+    if language == ANY_CHAR:
+        return "(?s:.)"
+    assert language.parts, "a class without characters"
+    if len(language.parts) == 1 and language.parts[0][0] == language.parts[0][1]:
+        return _char(language.parts[0][0])
+    ranges = (_char(low) if low == high else f"{_char(low)}-{_char(high)}" for low, high in language.parts)
+    return f"[{''.join(ranges)}]"
+
+
+def _char(code: int) -> str:
+    return chr(code) if chr(code).isascii() and chr(code).isalnum() else f"\\x{{{code:x}}}"

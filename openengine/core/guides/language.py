@@ -1,0 +1,336 @@
+"""Regular languages over Unicode characters: built, combined, decided and written for the backend.
+
+A `Language` is an expression with union, concatenation, repetition, intersection and complement. Questions about it
+(`is_empty`, `matches`) are answered with derivatives: `L.after(c)` is what may follow a first character c. Nothing is
+ever expanded into an automaton that is larger than the part a question visits, and a question that visits more than
+its budget raises `TooComplex`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+__all__ = [
+    "ANY_CHAR",
+    "ANY_TEXT",
+    "EMPTY",
+    "EPSILON",
+    "Language",
+    "TooComplex",
+    "chars",
+    "complement",
+    "concat",
+    "first_chars",
+    "intersect",
+    "is_empty",
+    "literal",
+    "matches",
+    "negated_ranges",
+    "repeat",
+    "representatives",
+    "sample",
+    "union",
+]
+
+Ranges = tuple[tuple[int, int], ...]
+
+_LAST = 0x10FFFF
+_SURROGATES = (0xD800, 0xDFFF)
+_DEFAULT_BUDGET = 4000
+
+
+class TooComplex(Exception):
+    """A question about a language visited more states than its budget."""
+
+
+class Language:
+    """One expression; equal expressions are equal and hash alike. Made by the functions of this module only.
+
+    kind: "chars" (parts are ranges of code points), "concat", "union", "intersect", "not" or "repeat" (of parts[0],
+    `low` to `high` times, None without end).  has_empty: whether the empty text belongs to it.
+    """
+
+    __slots__ = ("_content", "_hash", "has_empty", "high", "kind", "low", "parts")
+
+    def __init__(self, kind: str, parts: tuple, has_empty: bool, low: int = 0, high: int | None = 0) -> None:
+        self.kind = kind
+        self.parts = parts
+        self.has_empty = has_empty
+        self.low = low
+        self.high = high
+        # The order of a union's or intersection's parts is that of their writing, and means nothing.
+        self._content = frozenset(parts) if kind in ("union", "intersect") else parts
+        self._hash = hash((kind, self._content, low, high))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return (
+            isinstance(other, Language)
+            and self._hash == other._hash
+            and (self.kind, self.low, self.high) == (other.kind, other.low, other.high)
+            and self._content == other._content
+        )
+
+    def __repr__(self) -> str:
+        bounds = f", {self.low}, {self.high}" if self.kind == "repeat" else ""
+        return f"{self.kind}({', '.join(map(repr, self.parts))}{bounds})"
+
+    @property
+    def is_chars(self) -> bool:
+        """Whether it is a set of single characters."""
+        return self.kind == "chars"
+
+    def after(self, char: int) -> Language:
+        """What may follow a first character `char`."""
+        return _AFTER[self.kind](self, char)
+
+
+# ---- construction ----------------------------------------------------------------------------------
+
+
+def chars(ranges: Iterable[tuple[int, int]]) -> Language:
+    """One character out of inclusive ranges of code points; surrogates, which no text holds, are left out."""
+    merged: list[tuple[int, int]] = []
+    for low, high in sorted(_without_surrogates(ranges)):
+        if merged and low <= merged[-1][1] + 1:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], high))
+        else:
+            merged.append((low, high))
+    return Language("chars", tuple(merged), False)
+
+
+def literal(text: str) -> Language:
+    """Exactly `text`."""
+    return concat(*(chars([(ord(char), ord(char))]) for char in text))
+
+
+def concat(*parts: Language) -> Language:
+    flat: list[Language] = []
+    for part in parts:
+        if part == EMPTY:
+            return EMPTY
+        if part.kind == "concat":
+            flat.extend(part.parts)
+        elif part != EPSILON:
+            flat.append(part)
+    if not flat:
+        return EPSILON
+    if len(flat) == 1:
+        return flat[0]
+    return Language("concat", tuple(flat), all(part.has_empty for part in flat))
+
+
+def union(*parts: Language) -> Language:
+    flat: dict[Language, None] = {}
+    ranges: list[tuple[int, int]] = []
+    for part in parts:
+        for inner in part.parts if part.kind == "union" else (part,):
+            if inner.is_chars:
+                ranges.extend(inner.parts)
+            else:
+                flat[inner] = None
+    if ranges:
+        flat[chars(ranges)] = None
+    if ANY_TEXT in flat:
+        return ANY_TEXT
+    members = list(flat)
+    if not members:
+        return EMPTY
+    if len(members) == 1:
+        return members[0]
+    if EPSILON in flat and any(part.has_empty for part in members if part != EPSILON):
+        return union(*(part for part in members if part != EPSILON))
+    return Language("union", tuple(members), any(part.has_empty for part in members))
+
+
+def intersect(*parts: Language) -> Language:
+    flat: dict[Language, None] = {}
+    for part in parts:
+        flat.update(dict.fromkeys(part.parts if part.kind == "intersect" else (part,)))
+    flat.pop(ANY_TEXT, None)
+    if EMPTY in flat:
+        return EMPTY
+    sets = [part for part in flat if part.is_chars]
+    if len(sets) > 1:
+        for part in sets:
+            del flat[part]
+        flat[_common_chars(sets)] = None
+    if not flat:
+        return ANY_TEXT
+    if EMPTY in flat:
+        return EMPTY
+    members = list(flat)
+    if len(members) == 1:
+        return members[0]
+    if EPSILON in flat:
+        return EPSILON if all(part.has_empty for part in members) else EMPTY
+    return Language("intersect", tuple(members), all(part.has_empty for part in members))
+
+
+def complement(part: Language) -> Language:
+    if part.kind == "not":
+        return part.parts[0]
+    if part == EMPTY:
+        return ANY_TEXT
+    if part == ANY_TEXT:
+        return EMPTY
+    return Language("not", (part,), not part.has_empty)
+
+
+def repeat(part: Language, low: int, high: int | None) -> Language:
+    """`part` at least `low` and at most `high` times (None: without end)."""
+    if high == 0 or part == EPSILON:
+        return EPSILON
+    if part == EMPTY:
+        return EPSILON if low == 0 else EMPTY
+    if (low, high) == (1, 1):
+        return part
+    if part.kind == "repeat" and part.low in (0, 1) and part.high is None and low <= 1 and high is None:
+        return repeat(part.parts[0], min(low, part.low), None)
+    return Language("repeat", (part,), low == 0 or part.has_empty, low, high)
+
+
+def negated_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The code points outside `ranges`."""
+    result, start = [], 0
+    for low, high in sorted(ranges):
+        if low > start:
+            result.append((start, low - 1))
+        start = max(start, high + 1)
+    return result + ([(start, _LAST)] if start <= _LAST else [])
+
+
+def _without_surrogates(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    first, last = _SURROGATES
+    for low, high in ranges:
+        if low < first:
+            yield low, min(high, first - 1)
+        if high > last:
+            yield max(low, last + 1), high
+
+
+def _common_chars(sets: list[Language]) -> Language:
+    result = sets[0].parts
+    for other in sets[1:]:
+        both = ((max(a, c), min(b, d)) for a, b in result for c, d in other.parts)
+        result = tuple((low, high) for low, high in both if low <= high)
+    return chars(result)
+
+
+EMPTY: Final = Language("chars", (), False)
+EPSILON: Final = Language("concat", (), True)
+ANY_CHAR: Final = chars([(0, _LAST)])
+ANY_TEXT: Final = Language("repeat", (ANY_CHAR,), True, 0, None)
+
+# ---- derivatives -----------------------------------------------------------------------------------
+
+
+def _chars_after(self: Language, char: int) -> Language:
+    index = bisect_right(self.parts, (char, _LAST + 1)) - 1
+    return EPSILON if index >= 0 and self.parts[index][1] >= char else EMPTY
+
+
+def _concat_after(self: Language, char: int) -> Language:
+    results = []
+    for index, part in enumerate(self.parts):
+        results.append(concat(part.after(char), *self.parts[index + 1 :]))
+        if not part.has_empty:
+            break
+    return union(*results)
+
+
+def _repeat_after(self: Language, char: int) -> Language:
+    (part,) = self.parts
+    rest = repeat(part, max(self.low - 1, 0), None if self.high is None else self.high - 1)
+    return concat(part.after(char), rest)
+
+
+_AFTER = {
+    "chars": _chars_after,
+    "concat": _concat_after,
+    "repeat": _repeat_after,
+    "union": lambda self, char: union(*(part.after(char) for part in self.parts)),
+    "intersect": lambda self, char: intersect(*(part.after(char) for part in self.parts)),
+    "not": lambda self, char: complement(self.parts[0].after(char)),
+}
+
+
+def _cuts(language: Language, found: set[int]) -> None:
+    """Collect the code points at which `after` may change."""
+    if language.is_chars:
+        for low, high in language.parts:
+            found.add(low)
+            found.add(high + 1)
+        return
+    for part in language.parts:
+        _cuts(part, found)
+        if language.kind == "concat" and not part.has_empty:
+            return
+
+
+def representatives(*languages: Language) -> list[int]:
+    """One character of each class of first characters that the languages tell apart."""
+    found = {0}
+    for language in languages:
+        _cuts(language, found)
+    found.discard(_LAST + 1)
+    return [char if not _SURROGATES[0] <= char <= _SURROGATES[1] else _SURROGATES[1] + 1 for char in sorted(found)]
+
+
+# ---- questions -------------------------------------------------------------------------------------
+
+
+def matches(language: Language, text: str) -> bool:
+    """Whether `text` belongs to `language`."""
+    for char in text:
+        language = language.after(ord(char))
+        if language == EMPTY:
+            return False
+    return language.has_empty
+
+
+def is_empty(language: Language, *, budget: int = _DEFAULT_BUDGET) -> bool:
+    """Whether no text belongs to `language`. Raises TooComplex after `budget` states."""
+    return sample(language, budget=budget) is None
+
+
+def sample(language: Language, *, budget: int = _DEFAULT_BUDGET) -> str | None:
+    """Some text of `language`, None when there is none. Raises TooComplex after `budget` states."""
+    if language.has_empty:
+        return ""
+    came_from: dict[Language, tuple[Language, int] | None] = {language: None}
+    pending = [language]
+    while pending:
+        state = pending.pop()
+        for char in representatives(state):
+            following = state.after(char)
+            if following == EMPTY or following in came_from:
+                continue
+            came_from[following] = (state, char)
+            if following.has_empty:
+                return _path(came_from, following)
+            pending.append(following)
+            if len(came_from) > budget:
+                raise TooComplex
+    return None
+
+
+def _path(came_from: dict[Language, tuple[Language, int] | None], state: Language) -> str:
+    text: list[str] = []
+    while (step := came_from[state]) is not None:
+        state, char = step
+        text.append(chr(char))
+    return "".join(reversed(text))
+
+
+def first_chars(language: Language) -> Language:
+    """The characters that texts of `language` begin with (those of texts that are not empty)."""
+    cuts = representatives(language)
+    ends = [*(low - 1 for low in cuts[1:]), _LAST]
+    return chars((low, high) for low, high in zip(cuts, ends, strict=True) if not is_empty(language.after(low)))

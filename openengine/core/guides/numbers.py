@@ -1,0 +1,280 @@
+"""JSON numbers within exact bounds, as languages over their digits.
+
+Integers are written without fraction and exponent. Other numbers may have both; where bounds, multiples or exclusions
+apply, an exponent is written as Python and JavaScript write it, and only where they do: `1.5e-07`, `1e+16`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import lcm
+
+from openengine.core.guides.language import (
+    EMPTY,
+    EPSILON,
+    Language,
+    chars,
+    complement,
+    concat,
+    intersect,
+    literal,
+    repeat,
+    union,
+)
+
+__all__ = ["NotRegular", "NumberRange", "number_texts", "texts_of"]
+
+_DIGIT = chars([(0x30, 0x39)])
+_NONZERO = chars([(0x31, 0x39)])
+_DIGITS = repeat(_DIGIT, 0, None)
+_MINUS = literal("-")
+_NATURAL = union(literal("0"), concat(_NONZERO, _DIGITS))
+_FRACTION = concat(literal("."), repeat(_DIGIT, 1, None))
+_SIGN = repeat(_MINUS, 0, 1)
+_ZEROS = repeat(literal("0"), 0, None)
+_EXPONENT = concat(chars([(0x45, 0x45), (0x65, 0x65)]), repeat(chars([(0x2B, 0x2B), (0x2D, 0x2D)]), 0, 1), repeat(_DIGIT, 1, 3))
+_ANY_NUMBER = concat(_SIGN, _NATURAL, repeat(_FRACTION, 0, 1), repeat(_EXPONENT, 0, 1))
+_INTEGER = concat(_SIGN, _NATURAL)
+_PLAIN = concat(_NATURAL, repeat(_FRACTION, 0, 1))
+_WHOLE = concat(_NATURAL, repeat(concat(literal("."), repeat(literal("0"), 1, None)), 0, 1))
+
+_LARGE_EXPONENT, _SMALL_EXPONENT = 16, -5  # where the shortest form of a float takes an exponent
+_MAX_EXPONENT, _MIN_EXPONENT = 308, -324
+_MAX_LISTED = 4096
+_MAX_SPELLED = 16  # a range of more integers is shorter by its digits
+
+
+class NotRegular(Exception):
+    """A set of multiples that has no short expression over digits."""
+
+
+@dataclass(frozen=True, slots=True)
+class NumberRange:
+    """What is asked of a number. `is_integer`: True (whole), False (not whole), None (either)."""
+
+    low: Fraction | None = None
+    low_open: bool = False
+    high: Fraction | None = None
+    high_open: bool = False
+    is_integer: bool | None = None
+    multiple_of: Fraction | None = None
+    excluded: frozenset[Fraction] = frozenset()
+
+    def at_least(self, bound: Fraction, *, strictly: bool) -> NumberRange:
+        if self.low is not None and (self.low, self.low_open) >= (bound, strictly):
+            return self
+        return replace(self, low=bound, low_open=strictly)
+
+    def at_most(self, bound: Fraction, *, strictly: bool) -> NumberRange:
+        if self.high is not None and (self.high, not self.high_open) <= (bound, not strictly):
+            return self
+        return replace(self, high=bound, high_open=strictly)
+
+    def with_multiple(self, step: Fraction) -> NumberRange:
+        if self.multiple_of is not None:
+            a, b = self.multiple_of, step
+            step = Fraction(lcm(a.numerator * b.denominator, b.numerator * a.denominator), a.denominator * b.denominator)
+        return replace(self, multiple_of=step)
+
+    def contains(self, value: Fraction) -> bool:
+        if self.low is not None and (value < self.low or (self.low_open and value == self.low)):
+            return False
+        if self.high is not None and (value > self.high or (self.high_open and value == self.high)):
+            return False
+        if self.is_integer is not None and (value.denominator == 1) is not self.is_integer:
+            return False
+        if self.multiple_of is not None and (value / self.multiple_of).denominator != 1:
+            return False
+        return value not in self.excluded
+
+    def values(self) -> list[Fraction] | None:
+        """All values in order, where they are few; None where they are many or dense."""
+        step = self.multiple_of
+        if self.is_integer:
+            step = Fraction(1) if step is None else Fraction(step.numerator)
+        if step is None or self.low is None or self.high is None:
+            return [] if self._is_void() else None
+        first, last = -(-self.low // step), self.high // step
+        if last - first > _MAX_LISTED:
+            return None
+        return [value for index in range(int(first), int(last) + 1) if self.contains(value := index * step)]
+
+    def _is_void(self) -> bool:
+        if self.low is None or self.high is None:
+            return self.is_integer is False and self.multiple_of is not None and self.multiple_of.denominator == 1
+        return self.low > self.high or (self.low == self.high and not self.contains(self.low))
+
+
+def number_texts(wanted: NumberRange) -> Language:
+    """The texts of the numbers in `wanted`; EMPTY when there are none.
+
+    Raises NotRegular where a multiple is asked of more values than can be listed.
+    """
+    values = wanted.values()
+    if values is not None and (len(values) <= _MAX_SPELLED or wanted.multiple_of not in (None, 1)):
+        return union(*(texts_of(value) for value in values))
+    if wanted.multiple_of not in (None, 1):
+        raise NotRegular
+    if wanted == NumberRange():
+        return _ANY_NUMBER
+    if wanted == NumberRange(is_integer=True):
+        return _INTEGER
+    result = union(_side(wanted, negative=False), _side(wanted, negative=True))
+    if wanted.multiple_of == 1 and not wanted.is_integer:
+        result = intersect(result, concat(_SIGN, _WHOLE))
+    if wanted.is_integer is False:
+        result = intersect(result, complement(concat(_SIGN, union(_WHOLE, _scientific(None, None, small=False)))))
+    for value in sorted(wanted.excluded):
+        result = intersect(result, complement(_all_texts(value)))
+    return result
+
+
+def texts_of(value: Fraction) -> Language:
+    """The usual texts of one number: its digits, and with an exponent where Python writes one."""
+    texts = []
+    if (plain := _decimal_text(value)) is not None:
+        texts.append(plain)
+    shortest = repr(_float(value)) if abs(value) <= 10**308 else ""
+    if "e" in shortest and Fraction(shortest) == value:
+        texts.append(shortest)
+    return union(*map(literal, texts))
+
+
+def _float(value: Fraction) -> float:
+    return value.numerator / value.denominator
+
+
+def _decimal_text(value: Fraction) -> str | None:
+    """Shortest digits without exponent."""
+    digits = 0
+    denominator = value.denominator
+    while denominator % 10 == 0 or denominator % 2 == 0 or denominator % 5 == 0:
+        denominator //= 10 if denominator % 10 == 0 else 2 if denominator % 2 == 0 else 5
+        digits += 1
+    assert denominator == 1, "numbers of a schema are decimal"
+    scaled = abs(value) * 10**digits
+    text = str(int(scaled)).rjust(digits + 1, "0")
+    text = f"{text[:-digits]}.{text[-digits:]}".rstrip("0").rstrip(".") if digits else text
+    return ("-" if value < 0 else "") + text
+
+
+def _all_texts(value: Fraction) -> Language:
+    """Everything that denotes `value` among the texts with bounds."""
+    magnitude = abs(value)
+    exact = intersect(_at_least(magnitude, strictly=False, scientific=True), _at_most(magnitude, strictly=False))
+    return concat(_MINUS if value < 0 else EPSILON if value else _SIGN, exact)
+
+
+# ---- bounds ----------------------------------------------------------------------------------------
+
+
+def _side(wanted: NumberRange, *, negative: bool) -> Language:
+    """The numbers of one sign: their magnitudes between two bounds."""
+    low, low_open, high, high_open = wanted.low, wanted.low_open, wanted.high, wanted.high_open
+    if negative:
+        low, low_open, high, high_open = (
+            None if high is None else -high,
+            high_open,
+            None if low is None else -low,
+            low_open,
+        )
+    if high is not None and (high < 0 or (high == 0 and high_open)):
+        return EMPTY
+    form = _NATURAL if wanted.is_integer else union(_PLAIN, _scientific(None, None, small=True))
+    if low is not None and (low > 0 or (low == 0 and low_open)):
+        form = intersect(form, _at_least(low, strictly=low_open, scientific=not wanted.is_integer))
+    if high is not None:
+        form = intersect(form, _at_most(high, strictly=high_open))
+    return concat(_MINUS, form) if negative else form
+
+
+def _at_least(bound: Fraction, *, strictly: bool, scientific: bool) -> Language:
+    """Magnitudes of at least `bound` >= 0."""
+    plain = complement(_plain_at_most(bound, strictly=not strictly))
+    sci = _scientific(bound, strictly, small=True) if scientific else EMPTY
+    return union(intersect(_PLAIN, plain), sci)
+
+
+def _at_most(bound: Fraction, *, strictly: bool) -> Language:
+    """Magnitudes of at most `bound` >= 0."""
+    sci = _scientific(None, None, small=True)
+    return union(
+        _plain_at_most(bound, strictly=strictly), intersect(sci, complement(_scientific(bound, not strictly, small=True)))
+    )
+
+
+def _plain_at_most(bound: Fraction, *, strictly: bool) -> Language:
+    """Digits, without exponent, of magnitude <= `bound`, or < `bound`."""
+    whole, _, fraction = _decimal_text(bound).partition(".")
+    smaller = [concat(_NONZERO, repeat(_DIGIT, 0, len(whole) - 2))] if len(whole) > 1 else []
+    if whole != "0":
+        smaller.append(literal("0"))
+    for index, digit in enumerate(whole):
+        least = "1" if index == 0 and len(whole) > 1 else "0"
+        if digit > least:
+            rest = len(whole) - index - 1
+            smaller.append(concat(literal(whole[:index]), chars([(ord(least), ord(digit) - 1)]), repeat(_DIGIT, rest, rest)))
+    below = concat(union(*smaller), repeat(_FRACTION, 0, 1))
+    return union(below, concat(literal(whole), _fraction_at_most(fraction, strictly=strictly)))
+
+
+def _fraction_at_most(fraction: str, *, strictly: bool) -> Language:
+    """What may follow the whole part: nothing or a point and digits, of value <= 0.`fraction` (or less)."""
+    parts = [] if strictly and not fraction else [EPSILON]
+    point = literal(".")
+    for index, digit in enumerate(fraction):
+        if digit > "0":
+            parts.append(concat(point, literal(fraction[:index]), chars([(0x30, ord(digit) - 1)]), _DIGITS))
+        if index:
+            parts.append(concat(point, literal(fraction[:index])))
+    if not strictly:
+        parts.append(concat(point, literal(fraction), repeat(literal("0"), 0 if fraction else 1, None)))
+    return union(*parts)
+
+
+def _scientific(bound: Fraction | None, strictly: bool | None, *, small: bool) -> Language:
+    """Magnitudes with an exponent, as floats are printed; those >= `bound` (or >), where there is one.
+
+    small: whether negative exponents, which never give a whole number, belong to it.
+    """
+    first = _NONZERO
+    rest = repeat(concat(literal("."), repeat(_DIGIT, 1, None)), 0, 1)
+    mantissa = concat(first, rest)
+    lowest = _MIN_EXPONENT if small else _LARGE_EXPONENT
+    if bound is None or bound == 0:
+        return concat(mantissa, _exponents(lowest, _MAX_EXPONENT))
+    exponent = len(str(int(bound))) - 1 if bound >= 1 else 0
+    while bound < Fraction(10) ** exponent:
+        exponent -= 1
+    above = concat(mantissa, _exponents(max(lowest, exponent + 1), _MAX_EXPONENT))
+    enough = intersect(mantissa, complement(_plain_at_most(bound / Fraction(10) ** exponent, strictly=not strictly)))
+    return union(above, concat(enough, _exponents(max(lowest, exponent), exponent)))
+
+
+def _exponents(low: int, high: int) -> Language:
+    """`e+16` and the like, for the exponents of floats between `low` and `high`."""
+    numbers = [n for n in range(max(low, _MIN_EXPONENT), min(high, _MAX_EXPONENT) + 1) if n >= _LARGE_EXPONENT or n <= _SMALL_EXPONENT]
+    return union(*(_run(sign, sorted(abs(n) for n in numbers if (n < 0) is (sign == "-"))) for sign in "+-"))
+
+
+def _run(sign: str, numbers: list[int]) -> Language:
+    """Consecutive magnitudes of exponents, at least two digits each."""
+    if not numbers:
+        return EMPTY
+    inside = intersect(
+        union(repeat(_DIGIT, 2, 2), concat(_NONZERO, repeat(_DIGIT, 2, 2))),
+        _two_digits_at_most(f"{numbers[-1]:02d}"),
+        complement(_two_digits_at_most(f"{numbers[0] - 1:02d}")),
+    )
+    return concat(literal(f"e{sign}"), inside)
+
+
+def _two_digits_at_most(high: str) -> Language:
+    shorter = repeat(_DIGIT, 2, 2) if len(high) > 2 else EMPTY
+    same = [literal(high)]
+    for index, digit in enumerate(high):
+        if digit > "0":
+            rest = len(high) - index - 1
+            same.append(concat(literal(high[:index]), chars([(0x30, ord(digit) - 1)]), repeat(_DIGIT, rest, rest)))
+    return union(shorter, *same)

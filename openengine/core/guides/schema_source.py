@@ -1,0 +1,311 @@
+"""A JSON Schema document: its subschemas, what their references mean, and whether their keywords are well formed.
+
+Drafts 4, 6, 7, 2019-09 and 2020-12, chosen by `$schema` (2020-12 when absent). Only references within the document are
+followed; nothing is ever fetched. Every error names a JSON pointer and the keyword.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+from urllib.parse import unquote, urldefrag, urljoin
+
+from openengine.errors import InvalidArgument
+
+__all__ = ["TYPES", "Schema", "SchemaDocument", "parse_json", "schema_error", "unsupported"]
+
+TYPES = ("null", "boolean", "number", "string", "array", "object")
+
+_MAX_DEPTH = 400
+_LEGACY = ("draft-04", "draft-06", "draft-07")
+_ONE = ("additionalItems", "additionalProperties", "contains", "else", "if", "not", "propertyNames", "then")
+_MANY = ("allOf", "anyOf", "oneOf", "prefixItems")
+_NAMED = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
+_COUNTS = (
+    "maxContains",
+    "maxItems",
+    "maxLength",
+    "maxProperties",
+    "minContains",
+    "minItems",
+    "minLength",
+    "minProperties",
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Schema:
+    """One subschema. `pointer` is where it stands in the document; equality is identity.
+
+    content: the keywords, or True or False.  base: the URI that its references are relative to.
+    """
+
+    content: dict[str, Any] | bool
+    pointer: str
+    base: str
+
+    def at(self, keyword: str) -> str:
+        """The pointer of one keyword."""
+        return f"{self.pointer}/{keyword.replace('~', '~0').replace('/', '~1')}"
+
+    def __contains__(self, keyword: str) -> bool:
+        return isinstance(self.content, dict) and keyword in self.content
+
+
+def parse_json(text: str, what: str) -> Any:
+    """JSON with exact numbers (int and Fraction). Raises InvalidArgument naming `what` and the position."""
+    try:
+        return json.loads(text, parse_float=_exact, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise InvalidArgument(f"{what} is nested too deeply; the limit is some {_MAX_DEPTH} levels") from None
+    except ValueError as exc:
+        raise InvalidArgument(f"{what} is not valid JSON: {exc}") from None
+
+
+def _exact(text: str) -> Fraction | int:
+    value = Decimal(text)
+    if value and abs(value.adjusted()) > 400:
+        raise ValueError(f"the number {text} is out of range")
+    exact = Fraction(value)
+    return exact.numerator if exact.denominator == 1 else exact
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON value")
+
+
+def schema_error(pointer: str, keyword: str, problem: str) -> InvalidArgument:
+    return InvalidArgument(
+        f"the JSON schema is malformed at {pointer or '#'}: {keyword} {problem}",
+        details={"pointer": pointer, "keyword": keyword},
+    )
+
+
+def unsupported(pointer: str, keyword: str, why: str) -> InvalidArgument:
+    return InvalidArgument(
+        f"the JSON schema cannot be enforced exactly because of {keyword!r} at {pointer or '#'}: {why}",
+        details={"pointer": pointer, "keyword": keyword},
+    )
+
+
+class SchemaDocument:
+    """Looks schemas up. `root` is the whole document; a dict of the document is always the same `Schema`."""
+
+    def __init__(self, content: Any) -> None:
+        _check_is_schema(content, "", "the document")
+        self._known: dict[int, Schema] = {}
+        self._anchors: dict[str, Schema] = {}
+        self._made: dict[Any, Schema] = {}
+        self.is_legacy = self._is_legacy(content)
+        self.root = self._index(content, "", "")
+
+    def child(self, parent: Schema, *path: str | int) -> Schema:
+        """The subschema of `parent` under keywords and indices."""
+        content, pointer = parent.content, parent.pointer
+        for step in path:
+            content = content[step]
+            pointer += "/" + str(step).replace("~", "~0").replace("/", "~1")
+        if isinstance(content, bool):
+            return self.made((pointer, content), content, pointer, parent.base)
+        return self._known.get(id(content)) or self._index(content, pointer, parent.base)
+
+    def made(self, key: Any, content: dict[str, Any] | bool, pointer: str, base: str = "") -> Schema:
+        """A schema that does not stand in the document; the same one for the same key."""
+        schema = self._made.get(key)
+        if schema is None:
+            schema = self._made[key] = Schema(content, pointer, base)
+        return schema
+
+    def resolve(self, schema: Schema) -> Schema:
+        """What the `$ref` of `schema` refers to. Raises InvalidArgument when that is not in the document."""
+        reference, pointer = schema.content["$ref"], schema.at("$ref")
+        if not isinstance(reference, str):
+            raise schema_error(pointer, "$ref", f"must be a string, not {_show(reference)}")
+        location, fragment = urldefrag(urljoin(schema.base, reference) if reference else schema.base)
+        target = self._anchors.get(location)
+        if target is None and reference.startswith("#"):
+            target = self._anchors.get(schema.base, self.root)
+        if target is None:
+            raise InvalidArgument(
+                f"the JSON schema's $ref {_show(reference)} at {pointer} is not in the document; other documents are never "
+                "fetched, so put the schema under $defs and refer to it as '#/$defs/…'",
+                details={"pointer": pointer, "keyword": "$ref"},
+            )
+        fragment = unquote(fragment)
+        if fragment and not fragment.startswith("/"):
+            anchored = self._anchors.get(f"{location}#{fragment}")
+            if anchored is None:
+                raise schema_error(pointer, "$ref", f"{_show(reference)} names an anchor that does not exist")
+            return anchored
+        return self._walk(target, fragment, pointer, reference)
+
+    def _walk(self, start: Schema, fragment: str, pointer: str, reference: str) -> Schema:
+        content, base, path = start.content, start.base, start.pointer
+        for step in fragment.split("/")[1:]:
+            step = step.replace("~1", "/").replace("~0", "~")
+            if isinstance(content, dict) and step in content:
+                content = content[step]
+            elif isinstance(content, list) and step.isdecimal() and int(step) < len(content):
+                content = content[int(step)]
+            else:
+                raise schema_error(pointer, "$ref", f"{_show(reference)} points to nothing")
+            path += "/" + step.replace("~", "~0").replace("/", "~1")
+            if isinstance(content, dict) and (known := self._known.get(id(content))):
+                base = known.base
+        _check_is_schema(content, path, f"the target of $ref {_show(reference)}")
+        if isinstance(content, bool):
+            return self.made((path, content), content, path, base)
+        return self._known.get(id(content)) or self._index(content, path, base)
+
+    def _is_legacy(self, content: Any) -> bool:
+        dialect = content.get("$schema", "") if isinstance(content, dict) else ""
+        if not isinstance(dialect, str):
+            raise schema_error("/$schema", "$schema", f"must be a string, not {_show(dialect)}")
+        if dialect and "json-schema.org" not in dialect:
+            raise unsupported("/$schema", "$schema", f"the dialect {_show(dialect)} is not known; use Draft 7 or 2020-12")
+        if any(f"draft-0{number}" in dialect for number in "123"):
+            raise unsupported("/$schema", "$schema", f"{_show(dialect)} is too old; use Draft 7 or 2020-12")
+        return any(draft in dialect for draft in _LEGACY)
+
+    def _index(self, content: dict[str, Any] | bool, pointer: str, base: str) -> Schema:
+        """Register a schema and all under it, without recursion: schemas may be deeper than Python's stack."""
+        pending = [(content, pointer, base)]
+        first: Schema | None = None
+        while pending:
+            content, pointer, base = pending.pop()
+            if isinstance(content, bool):
+                schema = self.made((pointer, content), content, pointer, base)
+            else:
+                if id(content) in self._known:
+                    continue
+                if pointer.count("/") > 2 * _MAX_DEPTH:
+                    raise InvalidArgument(f"the JSON schema is nested more than {_MAX_DEPTH} levels deep")
+                schema = self._register(content, pointer, base)
+                pending.extend((inner, at, schema.base) for inner, at in _subschemas(schema))
+            first = first or schema
+        assert first is not None
+        return first
+
+    def _register(self, content: dict[str, Any], pointer: str, base: str) -> Schema:
+        own = content.get("$id", content.get("id"))
+        if isinstance(own, str) and not (self.is_legacy and own.startswith("#")) and not _hides_siblings(self, content):
+            base = urldefrag(urljoin(base, own))[0]
+            schema = Schema(content, pointer, base)
+            self._anchors.setdefault(base, schema)
+        else:
+            schema = Schema(content, pointer, base)
+            if isinstance(own, str):
+                self._anchors.setdefault(base + own, schema)
+        if not pointer:
+            self._anchors.setdefault("", schema)
+        for name in ("$anchor", "$dynamicAnchor"):
+            if isinstance(content.get(name), str):
+                self._anchors.setdefault(f"{base}#{content[name]}", schema)
+        self._known[id(content)] = schema
+        _check_keywords(schema)
+        return schema
+
+
+def _hides_siblings(document: SchemaDocument, content: dict[str, Any]) -> bool:
+    return document.is_legacy and "$ref" in content
+
+
+def _subschemas(schema: Schema) -> Iterator[tuple[Any, str]]:
+    content = schema.content
+    for keyword in _ONE:
+        if keyword in content:
+            yield content[keyword], schema.at(keyword)
+    for keyword in _MANY:
+        for index, inner in enumerate(content.get(keyword, ())):
+            yield inner, f"{schema.at(keyword)}/{index}"
+    if "items" in content:
+        items = content["items"]
+        if isinstance(items, list):
+            yield from ((inner, f"{schema.at('items')}/{index}") for index, inner in enumerate(items))
+        else:
+            yield items, schema.at("items")
+    for keyword in (*_NAMED, "dependencies"):
+        for name, inner in content.get(keyword, {}).items():
+            if not (keyword == "dependencies" and isinstance(inner, list)):
+                yield inner, f"{schema.at(keyword)}/{name.replace('~', '~0').replace('/', '~1')}"
+
+
+# ---- well-formedness -------------------------------------------------------------------------------
+
+
+def _check_is_schema(content: Any, pointer: str, what: str) -> None:
+    if not isinstance(content, dict | bool):
+        raise schema_error(pointer, what, f"must be an object or a boolean, not {_show(content)}")
+
+
+def _check_keywords(schema: Schema) -> None:
+    content = schema.content
+    for keyword in _ONE:
+        if keyword in content:
+            _check_is_schema(content[keyword], schema.at(keyword), keyword)
+    for keyword in _MANY:
+        if keyword in content and not (isinstance(content[keyword], list) and content[keyword]):
+            raise schema_error(schema.at(keyword), keyword, "must be a list of schemas that is not empty")
+    items = content.get("items")
+    lists = [(name, content.get(name, ())) for name in _MANY] + [("items", items if isinstance(items, list) else [items])]
+    for keyword, inner in lists:
+        for index, each in enumerate(inner):
+            if not (keyword == "items" and "items" not in content):
+                _check_is_schema(each, f"{schema.at(keyword)}/{index}", keyword)
+    for keyword in (*_NAMED, "dependencies", "dependentRequired"):
+        named = content.get(keyword, {})
+        if not isinstance(named, dict):
+            raise schema_error(schema.at(keyword), keyword, f"must be an object, not {_show(named)}")
+        for name, inner in named.items():
+            if keyword == "dependentRequired" or (keyword == "dependencies" and isinstance(inner, list)):
+                _check_names(inner, f"{schema.at(keyword)}/{name}", keyword)
+            else:
+                _check_is_schema(inner, f"{schema.at(keyword)}/{name}", keyword)
+    _check_scalars(schema)
+
+
+def _check_scalars(schema: Schema) -> None:
+    content = schema.content
+    for keyword in _COUNTS:
+        if keyword in content and not (_is_number(content[keyword], whole=True) and content[keyword] >= 0):
+            raise schema_error(schema.at(keyword), keyword, f"must be a whole number >= 0, not {_show(content[keyword])}")
+    for keyword in ("minimum", "maximum", "multipleOf"):
+        if keyword in content and not _is_number(content[keyword]):
+            raise schema_error(schema.at(keyword), keyword, f"must be a number, not {_show(content[keyword])}")
+    if content.get("multipleOf", 1) <= 0:
+        raise schema_error(schema.at("multipleOf"), "multipleOf", "must be greater than 0")
+    for keyword in ("exclusiveMinimum", "exclusiveMaximum"):
+        bound = content.get(keyword, 0)
+        if not _is_number(bound) and not isinstance(bound, bool):
+            raise schema_error(schema.at(keyword), keyword, f"must be a number, not {_show(bound)}")
+    for keyword in ("pattern", "format"):
+        if not isinstance(content.get(keyword, ""), str):
+            raise schema_error(schema.at(keyword), keyword, f"must be a string, not {_show(content[keyword])}")
+    if "enum" in content and not isinstance(content["enum"], list):
+        raise schema_error(schema.at("enum"), "enum", f"must be a list, not {_show(content['enum'])}")
+    if not isinstance(content.get("uniqueItems", True), bool):
+        raise schema_error(schema.at("uniqueItems"), "uniqueItems", "must be a boolean")
+    if "required" in content and not isinstance(content["required"], bool):
+        _check_names(content["required"], schema.at("required"), "required")
+    wanted = content.get("type", [])
+    for name in wanted if isinstance(wanted, list) else [wanted]:
+        if name not in (*TYPES, "integer"):
+            raise schema_error(schema.at("type"), "type", f"{_show(name)} is no JSON type")
+
+
+def _check_names(names: Any, pointer: str, keyword: str) -> None:
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise schema_error(pointer, keyword, f"must be a list of property names, not {_show(names)}")
+
+
+def _is_number(value: Any, *, whole: bool = False) -> bool:
+    return isinstance(value, int if whole else int | Fraction) and not isinstance(value, bool)
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

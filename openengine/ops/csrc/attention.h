@@ -1,0 +1,48 @@
+// The arguments of attention.cpp, as attention_native.py fills them. Strides count elements of the cache's type.
+
+#ifndef OE_ATTENTION_H
+#define OE_ATTENTION_H
+
+#include "common.h"
+
+// One step's batch, the same for all layers.
+struct AttentionStep {
+    const int32_t* query_starts;   // [num_seqs + 1], cumulative
+    const int32_t* context_lens;   // [num_seqs]
+    const int32_t* block_tables;   // [num_seqs, table_stride]
+    const int64_t* slots;          // [num_tokens]
+    int32_t num_tokens, num_seqs, table_stride, block_size;
+    int32_t num_heads, num_kv_heads, head_dim, is_bfloat16, num_threads;
+};
+
+// Some queries of one KV head; or, with chunk >= 0, one query and only that chunk of its keys.
+struct AttentionItem {
+    int32_t seq, token, num_tokens, head, chunk, partial;
+};
+
+// A query whose chunks are items: their results are merged after.
+struct AttentionMerge {
+    int32_t seq, head, partial, num_partials;
+};
+
+// How the layers of one window share their work out.
+struct AttentionPlan {
+    int32_t window;  // keys that a query sees; 0 for all
+    int32_t num_items, num_merges, num_partials, is_small;
+    int32_t num_together;   // items that a thread takes at once
+    int64_t scratch_bytes;  // per thread
+    int64_t partial_bytes;  // of each
+    AttentionItem* items;   // null: only count
+    AttentionMerge* merges;
+};
+
+// One layer's tensors. Queries and keys are [num_tokens, heads, head_dim], rotated by the angles if there are any.
+struct AttentionLayer {
+    const void *q, *k, *v;
+    const float *cos, *sin;  // [num_tokens, rotary_dim], as ops/rope.py gives them
+    void *keys, *values, *out;
+    int32_t q_stride, k_stride, v_stride, rotary_dim;
+    float scale, softcap;  // softcap 0: none
+};
+
+#endif

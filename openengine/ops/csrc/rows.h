@@ -1,0 +1,64 @@
+// Vectors at the ragged end of a row, and what rows are reduced and rounded with.
+
+#ifndef OE_ROWS_H
+#define OE_ROWS_H
+
+#include "common.h"
+
+namespace {
+
+// The first `count` items, and zeros after them. `count` may exceed a vector.
+template <class T>
+OE_INLINE vf load_some(const T* from, int64_t count) {
+    if (count >= LANES) return load(from);
+    T whole[LANES] = {};
+    memcpy(whole, from, count * sizeof(T));
+    return load(whole);
+}
+
+template <class T>
+OE_INLINE void store_some(T* to, vf value, int64_t count) {
+    if (count >= LANES) return store(to, value);
+    T whole[LANES];
+    store(whole, value);
+    memcpy(to, whole, count * sizeof(T));
+}
+
+OE_INLINE vf least(vf a, vf b) {
+#if OE_LANES == 16
+    return bits_as<vf>(_mm512_min_ps(bits_as<__m512>(a), bits_as<__m512>(b)));
+#elif OE_LANES == 8
+    return bits_as<vf>(_mm256_min_ps(bits_as<__m256>(a), bits_as<__m256>(b)));
+#else
+    return a < b ? a : b;
+#endif
+}
+
+OE_INLINE vf most(vf a, vf b) {
+#if OE_LANES == 16
+    return bits_as<vf>(_mm512_max_ps(bits_as<__m512>(a), bits_as<__m512>(b)));
+#elif OE_LANES == 8
+    return bits_as<vf>(_mm256_max_ps(bits_as<__m256>(a), bits_as<__m256>(b)));
+#else
+    return a > b ? a : b;
+#endif
+}
+
+// To nearest even. Not by adding a large number, which a compiler may contract with the product before it.
+OE_INLINE vi rounded(vf x) {
+#if OE_LANES == 16
+    return bits_as<vi>(_mm512_cvtps_epi32(bits_as<__m512>(x)));
+#elif OE_LANES == 8
+    return bits_as<vi>(_mm256_cvtps_epi32(bits_as<__m256>(x)));
+#elif defined(__SSE2__)
+    return bits_as<vi>(_mm_cvtps_epi32(bits_as<__m128>(x)));
+#else
+    vi q;
+    for (int i = 0; i < LANES; i++) q[i] = int32_t(__builtin_lrintf(x[i]));
+    return q;
+#endif
+}
+
+}  // namespace
+
+#endif

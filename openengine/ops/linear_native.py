@@ -1,0 +1,148 @@
+"""Weights packed for the native matrix products (`csrc/linear.cpp`), and those products.
+
+One packed copy serves any number of rows, reads back exactly, and can be a table of embeddings at the same time. Rows
+are packed as they are loaded, so that no unpacked copy exists.
+
+A row's result depends neither on the rows beside it nor on the number of threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from openengine.ops.native import NativeLibrary
+
+__all__ = ["NativeWeights"]
+
+_PANEL, _GROUP_BYTES = 32, 4
+_FLOATS = {torch.float32: 0, torch.bfloat16: 1}  # as `Kind` numbers them
+_INT8 = 2
+
+_pointer, _i64, _i32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        ("weights", _pointer),
+        ("scales", _pointer),
+        ("sums", _pointer),
+        ("bias", _pointer),
+        ("outputs", _i64),
+        ("inputs", _i64),
+        ("kind", _i32),
+    )
+
+
+class NativeWeights:
+    """Packed weights [out, in] with a bias, in `dtype`, or in int8 with activations quantized per row.
+
+    Int8 is symmetric per output, and a row of activations asymmetric: `ops.quantize` says how, and is the twin.
+    `bias` is float32 [out], zeros until written, or None.
+    """
+
+    __slots__ = ("_address", "_arrays", "_functions", "_layer", "bias", "dtype", "in_features", "int8", "out_features")
+
+    kernels = "native"
+
+    def __init__(
+        self,
+        library: NativeLibrary,
+        out_features: int,
+        in_features: int,
+        *,
+        dtype: torch.dtype,
+        int8: bool = False,
+        bias: bool = False,
+        level: str | None = None,
+    ) -> None:
+        assert dtype in _FLOATS, "only the dtypes of `supports`"
+        self.out_features, self.in_features = out_features, in_features
+        self.dtype = dtype
+        self.int8 = int8
+        num_panels = -(-out_features // _PANEL)
+        num_groups = -(-in_features * self.item_bytes // _GROUP_BYTES)
+        weights = torch.zeros(num_panels * num_groups * _PANEL * _GROUP_BYTES, dtype=torch.uint8)
+        num_padded = num_panels * _PANEL
+        biases = torch.zeros(num_padded)
+        scales = torch.zeros(num_padded if int8 else 0)
+        sums = torch.zeros(num_padded if int8 else 0, dtype=torch.int32)
+        self.bias = biases[:out_features] if bias else None
+        self._arrays = (weights, scales, sums, biases)
+        pointers = [tensor.data_ptr() for tensor in self._arrays]
+        self._layer = _Layer(*pointers, out_features, in_features, _INT8 if int8 else _FLOATS[dtype])
+        self._address = ctypes.addressof(self._layer)
+        self._functions = _bind(library, level)
+
+    @staticmethod
+    def supports(dtype: torch.dtype) -> bool:
+        """Whether there are kernels for activations of this dtype."""
+        return dtype in _FLOATS
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one weight."""
+        return 1 if self.int8 else self.dtype.itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._arrays)
+
+    def write(self, first: int, values: Tensor) -> None:
+        """Put rows `first` on: values [n, in], of any float dtype."""
+        if values.dtype != self.dtype and not (self.int8 and values.dtype in _FLOATS):
+            values = values.to(torch.float32 if self.int8 else self.dtype)
+        values = values.contiguous()
+        _multiply, pack, quantize, _rows = self._functions
+        row_bytes = values.shape[1] * values.itemsize
+        if self.int8:
+            kind = _FLOATS[values.dtype]
+            quantize(self._address, values.data_ptr(), row_bytes, kind, first, values.shape[0])
+        else:
+            pack(self._address, values.data_ptr(), row_bytes, first, values.shape[0])
+
+    def multiply(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """x [T, in] -> x @ weights.T + bias, [T, out] in `dtype`, float32 or bfloat16."""
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        num_rows = x.shape[0]
+        y = torch.empty(num_rows, self.out_features, dtype=dtype)
+        self._functions[0](
+            self._address,
+            x.data_ptr(),
+            x.stride(0) * x.itemsize,
+            _FLOATS[x.dtype],
+            y.data_ptr(),
+            self.out_features * y.itemsize,
+            _FLOATS[dtype],
+            num_rows,
+        )
+        return y
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """The weight's rows `ids` i64[n] as [n, in] in `dtype`."""
+        ids = ids.contiguous()
+        out = torch.empty(ids.shape[0], self.in_features, dtype=self.dtype)
+        row_bytes = self.in_features * out.itemsize
+        self._functions[3](
+            self._address, ids.data_ptr(), ids.shape[0], out.data_ptr(), row_bytes, _FLOATS[self.dtype]
+        )
+        return out
+
+    def dense(self) -> Tensor:
+        """The weight [out, in] in `dtype`, a copy."""
+        return self.rows(torch.arange(self.out_features))
+
+
+@cache
+def _bind(library: NativeLibrary, level: str | None) -> tuple[Callable[..., None], ...]:
+    return (
+        library.function("linear", _pointer, _pointer, _i64, _i32, _pointer, _i64, _i32, _i64, level=level),
+        library.function("linear_pack", _pointer, _pointer, _i64, _i64, _i64, level=level),
+        library.function("linear_quantize", _pointer, _pointer, _i64, _i32, _i64, _i64, level=level),
+        library.function("linear_rows", _pointer, _pointer, _i64, _pointer, _i64, _i32, level=level),
+    )

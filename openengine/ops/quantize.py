@@ -1,0 +1,95 @@
+"""Int8 arithmetic: how weights and activations are quantized, and the product in plain PyTorch.
+
+Weights are symmetric per output, `w = q * scale` with q in [-127, 127]. Activations are asymmetric per row,
+`x = (q - zero) * scale` with q in [0, 255] over a range that includes 0, found anew for every row. With integer sums,
+
+    y = (sum q_x q_w - zero * sum q_w) * scale_x * scale_w + bias
+
+is exact up to the final scaling. A row that is not finite gives NaN; ranges below 1e-30 count as zero.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["Int8Weights", "quantize_rows", "quantize_weight"]
+
+_LEAST_RANGE = 1e-30
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x [T, in] -> q u8 [T, in], scale f32 [T], zero i32 [T]."""
+    values = x.float()
+    low, high = values.amin(dim=1).clamp(max=0), values.amax(dim=1).clamp(min=0)
+    span = high - low
+    inverse = _inverse(span, 255)
+    zero = (-low * inverse).round()
+    q = ((values * inverse[:, None]).round() + zero[:, None]).clamp(0, 255)
+    return _bytes(q, torch.uint8), span / 255 + (values * 0).sum(dim=1), _bytes(zero, torch.int32)
+
+
+def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight [out, in] -> q i8 [out, in], scale f32 [out]."""
+    values = weight.float()
+    most = values.abs().amax(dim=1)
+    q = (values * _inverse(most, 127)[:, None]).round().clamp(-127, 127)
+    return _bytes(q, torch.int8), most / 127 + (values * 0).sum(dim=1)
+
+
+def _inverse(span: Tensor, steps: int) -> Tensor:
+    # A division, as in the native kernel: `steps / span` would multiply by a rounded reciprocal.
+    return torch.where(span > _LEAST_RANGE, torch.full_like(span, steps) / span, 0)
+
+
+def _bytes(q: Tensor, dtype: torch.dtype) -> Tensor:
+    return q.nan_to_num(nan=0.0).to(dtype)
+
+
+class Int8Weights:
+    """Int8 weights [out, in] with a bias, multiplied by PyTorch: the twin of `NativeWeights` in int8.
+
+    `dtype` is that of the activations; `bias` is float32 [out], zeros until written, or
+    None.
+    """
+
+    __slots__ = ("_q", "_scales", "_sums", "bias", "dtype", "in_features", "out_features")
+
+    item_bytes = 1
+    kernels = "torch"
+
+    def __init__(self, out_features: int, in_features: int, *, dtype: torch.dtype, bias: bool = False) -> None:
+        self.out_features, self.in_features = out_features, in_features
+        self.dtype = dtype
+        self.bias = torch.zeros(out_features) if bias else None
+        self._q = torch.empty(out_features, in_features, dtype=torch.int8)
+        self._scales = torch.empty(out_features)
+        self._sums = torch.empty(out_features, dtype=torch.int32)
+
+    @property
+    def num_bytes(self) -> int:
+        tensors = (self._q, self._scales, self._sums, self.bias)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+    def write(self, first: int, values: Tensor) -> None:
+        """Put rows `first` on: values [n, in], of any float dtype."""
+        rows = slice(first, first + values.shape[0])
+        self._q[rows], self._scales[rows] = quantize_weight(values)
+        self._sums[rows] = self._q[rows].sum(dim=1, dtype=torch.int32)
+
+    def multiply(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """x [T, in] -> x @ weights.T + bias, [T, out] in `dtype`."""
+        q, scale, zero = quantize_rows(x)
+        # PyTorch multiplies signed by signed: q less 128, and its zero with it.
+        signed = (q.to(torch.int16) - 128).to(torch.int8)
+        sums = torch._int_mm(signed, self._q.T) - (zero - 128)[:, None] * self._sums
+        y = sums.float() * (scale[:, None] * self._scales)
+        return (y if self.bias is None else y.add_(self.bias)).to(dtype)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """The weight's rows `ids` i64[n] as [n, in] in `dtype`."""
+        return (self._q[ids].float() * self._scales[ids, None]).to(self.dtype)
+
+    def dense(self) -> Tensor:
+        """The weight [out, in] in `dtype`, a copy."""
+        return (self._q.float() * self._scales[:, None]).to(self.dtype)

@@ -1,0 +1,18 @@
+"""The benchmark: fixed works on one engine, each figure beside what this machine could give at best.
+
+    python -m tests.bench                       every work on the demo model, a table on stdout
+    python -m tests.bench --works single,batch64 --dtype bfloat16 --repeat 5 --json out.json
+    python -m tests.bench --works single,batch64,prefill,prefix --vs "other/bin/python peer.py MODEL"
+    python -m tests.bench.profile               where a step's time goes
+
+A timing means something only beside another one of the same run: the machine's limits are measured with the works, a
+variant (sampling, logprobs, guided) is interleaved with its base, and a peer (`--vs`) runs alternately with the engine.
+
+    workload.py   the works as data                        machine.py    GEMM rate, read bandwidth, versions
+    cost.py       bytes and operations of a model          probe.py      the one place that looks inside an engine
+    works.py      measuring batches and their variants     growth.py     concurrency and context, cliffs
+    processes.py  fresh processes: load, memory, peers     report.py     table and plot
+    profile.py    a step's time by phase and by operation
+
+It needs no package beyond the test extra, asserts no speed, and is not part of `pytest`.
+"""

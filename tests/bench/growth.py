@@ -1,0 +1,98 @@
+"""How the time of a decode step grows with concurrency and with context, and where it grows more than the work does.
+
+Each point is the median over steps that decode exactly so many rows. `over_limit` compares it with what the machine
+could give (`cost.py`). A cliff is a point whose `over_limit` is more than 1.3 times the least of the points before it
+on its curve: more work should never make the engine less efficient.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from tests.bench import workload
+from tests.bench.probe import StepClock
+from tests.bench.works import Bench, TooLong
+
+__all__ = ["CLIFF", "Point", "curves", "with_factors"]
+
+CLIFF = 1.3
+_ROWS = (1, 2, 4, 8, 16, 32, 64)
+_ROWS_CONTEXT = 256  # tokens, at which concurrency grows
+_CONTEXTS = (256, 512, 1024, 2048, 4096, 8192)
+_CONTEXT_ROWS = (1, 4)  # rows, at which context grows: many long ones would take minutes to fill
+_LEAST_STEPS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """`context` is the mean over the measured steps; `factor` is against the best point before on the same curve."""
+
+    curve: str
+    rows: int
+    context: int
+    step_s: float
+    limit_s: float
+    factor: float = 1.0
+
+    @property
+    def over_limit(self) -> float:
+        return self.step_s / self.limit_s
+
+    @property
+    def is_cliff(self) -> bool:
+        return self.factor > CLIFF
+
+
+def curves(bench: Bench) -> Iterator[list[Point] | str]:
+    """Each curve as it is measured; a text for a point that cannot be, saying why."""
+    info = bench.engine.model_info()
+    yield from _curve(bench, f"rows, context {_ROWS_CONTEXT}", [(rows, _ROWS_CONTEXT) for rows in _ROWS])
+    for rows in _CONTEXT_ROWS:
+        contexts = [context for context in _CONTEXTS if rows * context <= info.total_kv_blocks * info.kv_block_size]
+        yield from _curve(bench, f"context, {rows} row{'s' * (rows > 1)}", [(rows, context) for context in contexts])
+
+
+def with_factors(points: list[Point]) -> list[Point]:
+    """The points of one curve, in order, with their `factor`."""
+    best, result = float("inf"), []
+    for point in points:
+        best = min(best, point.over_limit)
+        result.append(replace(point, factor=point.over_limit / best))
+    return result
+
+
+def _curve(bench: Bench, name: str, sizes: list[tuple[int, int]]) -> Iterator[list[Point] | str]:
+    points = []
+    if bench.quick:
+        sizes = [(rows, context // 8) for rows, context in sizes[::3]]
+    for rows, context in sizes:
+        try:
+            points.append(_point(bench, name, rows, context))
+        except TooLong as exc:
+            yield f"{name}: {rows} rows at {context} tokens: {exc}"
+    yield with_factors(points)
+
+
+def _point(bench: Bench, name: str, rows: int, context: int) -> Point:
+    info = bench.engine.model_info()
+    if rows > info.max_running_requests:
+        raise TooLong(f"max_num_seqs is {info.max_running_requests}")
+    # The first to finish its prompt decodes until the last has: so many steps do not have all rows.
+    num_steps = _LEAST_STEPS // (4 if bench.quick else 1)
+    num_output = num_steps + -(-rows * context // info.max_batched_tokens) + rows // 8
+    if num_output >= context:
+        raise TooLong(f"a prompt of {context} tokens is too short for {num_output} steps")
+    requests = workload.uniform(rows, context - num_output, num_output, bench.cost.vocab_size)
+    bench.check(requests)
+    bench.warm_up(requests[:1])
+    with StepClock(bench.engine) as clock:
+        bench.run(requests)
+    seconds = clock.decode_s(rows)
+    if not seconds:
+        raise TooLong("the requests never decoded together")
+    mean = context - len(seconds) // 2
+    operations, read = bench.cost.decode_operations([mean] * rows), bench.cost.decode_bytes([mean] * rows)
+    limit_s = operations / bench.machine.gemm_rate + read / bench.machine.read_rate
+    return Point(name, rows, mean, statistics.median(seconds), limit_s)

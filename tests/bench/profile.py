@@ -1,0 +1,339 @@
+"""Where a step's time goes: the command `python -m tests.bench.profile`.
+
+    python -m tests.bench.profile                     decode at 1 and 64 rows, and prefill, on the demo model
+    python -m tests.bench.profile --rows 16 --ops 20  other batch sizes, more operations
+    python -m tests.bench.profile --python            also the most expensive Python functions of the loop's thread
+
+Two passes. The first times the phases of the loop from outside (`probe.PHASES`), which costs microseconds per step: its
+sum is the step. The second records operations with torch.profiler, which slows small ones down; so matrix products and
+attention are shown as recorded, and what remains of the forward is divided between other operations and Python in the
+proportion recorded. Native kernels, called through ctypes, are recorded by their names.
+
+"between forwards" is what the target for Python and scheduling speaks of: the step without forward, logits and sampling.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import os
+import pstats
+import statistics
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from openengine import Engine, OpenEngineError, demo_model
+from openengine.ops.native import NativeLibrary
+from tests.bench import workload
+from tests.bench.machine import Machine
+from tests.bench.probe import PHASES, PhaseClock, Step, call_in_loop, model_cost, steps_of, wrapped, wrapped_phase
+from tests.bench.works import Bench, TooLong
+from tests.bench.workload import Request
+
+__all__ = ["Operations", "StepProfile", "main", "profile_steps", "watch_native"]
+
+_PROMPT = 64  # tokens of a prompt before decoding
+_STEPS = 16  # whose operations are recorded
+_OUTSIDE = ("forward", "logits", "sample")  # all other phases are "between forwards"
+# Matrix products by operation; what they call belongs to them.
+_GEMM_OPS = frozenset(
+    {"aten::linear", "aten::addmm", "aten::mm", "aten::matmul", "aten::_int_mm", "mkldnn::_linear_pointwise"}
+)
+_SCOPE = "bench::"  # of what this module records itself
+_STEP, _ATTENTION, _NATIVE = (_SCOPE + name for name in ("step", "attention", "native "))
+_PHASES = {_SCOPE + phase: phase for phase in ("forward", "logits", "sample")}  # whose operations are shown
+
+
+@dataclass(frozen=True, slots=True)
+class Operations:
+    """What torch.profiler saw in `num_steps` steps, exclusive seconds per step, medians over the steps.
+
+    `seconds`: by category, of forward and logits.  `names`: (calls, seconds) by operation, of sampling too.
+    """
+
+    num_steps: int
+    seconds: dict[str, float]
+    names: dict[str, tuple[float, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class StepProfile:
+    """One kind of step: median exclusive seconds of each phase over `num_steps`, and the operations inside."""
+
+    title: str
+    num_steps: int
+    phases: dict[str, float]
+    operations: Operations
+
+    @property
+    def step_s(self) -> float:
+        return sum(self.phases.values())
+
+    @property
+    def between_forwards_s(self) -> float:
+        """Python and scheduling."""
+        return sum(seconds for phase, seconds in self.phases.items() if phase not in _OUTSIDE)
+
+    @property
+    def inside(self) -> dict[str, float]:
+        """Forward and logits, divided: seconds of matrix products, attention, other operations, and Python."""
+        total = self.phases["forward"] + self.phases["logits"]
+        recorded = self.operations.seconds
+        gemm, attention = recorded.get("gemm", 0.0), recorded.get("attention", 0.0)
+        # A disturbed second pass must not make the parts exceed the whole.
+        scale = min(1.0, total / (gemm + attention)) if gemm + attention else 1.0
+        rest = total - scale * (gemm + attention)
+        other, python = recorded.get("other", 0.0), recorded.get("python", 0.0)
+        share = other / (other + python) if other + python else 0.0
+        return {
+            "matrix products": scale * gemm,
+            "attention": scale * attention,
+            "other operations": rest * share,
+            "Python in the forward": rest * (1 - share),
+        }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    options = {"dtype": args.dtype, "quantization": args.quantization, "kernels": args.kernels}
+    with profile(activities=[ProfilerActivity.CPU]):
+        pass  # its first start must be in this thread; the loop's thread starts the others
+    with watch_native():
+        try:
+            engine = Engine(args.model or str(demo_model()), progress=False, num_threads=args.threads, **options)
+        except OpenEngineError as exc:
+            _parser().error(str(exc))
+        with engine:
+            _profile_engine(engine, args)
+    return 0
+
+
+def _profile_engine(engine: Engine, args: argparse.Namespace) -> None:
+    attributes = engine.info().attributes
+    print(f"{attributes['architecture']}, {attributes['dtype']}, kernels {attributes['kernels']}, {torch.get_num_threads()} threads")
+    bench = Bench(engine, model_cost(engine, args.quantization), Machine("", 1.0, 1.0), quick=args.quick)
+    for rows in [*args.rows, None]:
+        try:
+            for line in _lines(profile_steps(bench, rows), args.ops):
+                print(line)
+            if args.python and rows is not None:
+                _print_python(bench, rows)
+        except TooLong as exc:
+            print(f"{_title(rows)} skipped: {exc}")
+
+
+def profile_steps(bench: Bench, rows: int | None) -> StepProfile:
+    """Profile steps that decode `rows` rows, or with None those that compute prompts.
+
+    Raises TooLong if there are no such steps, as when the rows do not fit.
+    """
+    requests = _requests(bench, rows)
+    bench.check(requests)
+    bench.warm_up(requests)
+    with PhaseClock(bench.engine) as clock:
+        bench.run(requests)
+    steps = steps_of(clock.steps, rows)
+    if not steps:
+        raise TooLong("no step had all rows")
+    operations = _record(bench, requests, rows, steps)
+    phases = {phase: statistics.median(step.seconds.get(phase, 0.0) for step in steps) for phase in PHASES}
+    return StepProfile(_title(rows), len(steps), phases, operations)
+
+
+@contextmanager
+def watch_native() -> Iterator[None]:
+    """Make native kernels visible to torch.profiler, in engines that are created meanwhile."""
+    inner = NativeLibrary.function
+
+    def function(self: NativeLibrary, name: str, *argtypes: type, level: str | None = None) -> Callable[..., None]:
+        kernel = inner(self, name, *argtypes, level=level)
+
+        def call(*args: Any) -> None:
+            with record_function(_NATIVE + name):
+                kernel(*args)
+
+        return call
+
+    NativeLibrary.function = function
+    try:
+        yield
+    finally:
+        NativeLibrary.function = inner
+
+
+# ---- recording -----------------------------------------------------------------------------------
+
+
+def _requests(bench: Bench, rows: int | None) -> list[Request]:
+    shrink = 8 if bench.quick else 1
+    if rows is None:
+        return bench.requests("prefill")
+    # The first to finish its prompt decodes while the last still waits: so many steps do not have all rows.
+    waiting = -(-rows * _PROMPT // bench.engine.model_info().max_batched_tokens)
+    return workload.uniform(rows, _PROMPT // shrink, waiting + 2 * _STEPS + 8, bench.cost.vocab_size)
+
+
+def _record(bench: Bench, requests: list[Request], rows: int | None, steps: list[Step]) -> Operations:
+    engine = bench.engine
+    recorder = _Recorder(lambda plan: _matches(plan, rows, steps[0].num_tokens))
+    with ExitStack() as stack:
+        for scope, phase in _PHASES.items():
+            stack.enter_context(wrapped_phase(engine, phase, lambda inner, scope=scope: _scoped(inner, scope)))
+        backend = engine._loop._runner._backend
+        stack.enter_context(wrapped(backend, "forward", lambda inner: _scoped(inner, _ATTENTION)))
+        stack.enter_context(wrapped_phase(engine, "runner, rest", recorder.wrap))
+        bench.run(requests)
+        call_in_loop(engine, recorder.stop)
+    return recorder.operations()
+
+
+def _matches(plan: Any, rows: int | None, most: int) -> bool:
+    if rows is None:
+        return not plan.num_decodes and plan.num_tokens == most
+    return plan.num_decodes == len(plan.scheduled) == rows
+
+
+class _Recorder:
+    """Runs torch.profiler over the first steps that match, in the loop's thread: the profiler sees one thread only."""
+
+    def __init__(self, matches: Callable[[Any], bool]) -> None:
+        self._matches = matches
+        self._profiler = profile(activities=[ProfilerActivity.CPU])
+        self._is_running = False
+        self._num_steps = 0
+
+    def wrap(self, inner: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def execute(plan: Any) -> Any:
+            if self._num_steps == _STEPS or not self._matches(plan):
+                self.stop()
+                return inner(plan)
+            if self._num_steps == 0:
+                self._profiler.start()
+                self._is_running = True
+            self._num_steps += self._is_running
+            with record_function(_STEP):
+                return inner(plan)
+
+        return execute
+
+    def stop(self) -> None:
+        if self._is_running:
+            self._profiler.stop()
+            self._is_running = False
+
+    def operations(self) -> Operations:
+        if not self._num_steps:
+            return Operations(0, {}, {})
+        by_category: dict[str, Counter[int]] = defaultdict(Counter)  # category -> step -> seconds
+        by_name: dict[str, Counter[int]] = defaultdict(Counter)
+        num_calls: Counter[str] = Counter()
+        for event in self._profiler.events():
+            step, phase, category = _place(event)
+            if step is None or phase is None:
+                continue
+            seconds = event.self_cpu_time_total / 1e6
+            if phase != "sample":
+                by_category[category][id(step)] += seconds
+            by_name[event.name][id(step)] += seconds
+            num_calls[event.name] += 1
+        count = self._num_steps
+        return Operations(
+            count,
+            {category: _median(seconds, count) for category, seconds in by_category.items()},
+            {name: (num_calls[name] / count, _median(seconds, count)) for name, seconds in by_name.items()},
+        )
+
+
+def _median(seconds: Counter[int], num_steps: int) -> float:
+    """Over all steps, of which those without an entry took none."""
+    return statistics.median([*seconds.values(), *[0.0] * (num_steps - len(seconds))])
+
+
+def _scoped(inner: Callable[..., Any], scope: str) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with record_function(scope):
+            return inner(*args, **kwargs)
+
+    return call
+
+
+def _place(event: Any) -> tuple[Any, str | None, str]:
+    """The step, the phase and the category of an operation, from the operations around it, innermost first."""
+    phase = category = None
+    ancestor = event
+    while ancestor is not None and ancestor.name != _STEP:
+        name = ancestor.name
+        phase = _PHASES.get(name, phase)
+        if category is None:
+            if name in _GEMM_OPS or (name.startswith(_NATIVE) and "linear" in name):
+                category = "gemm"
+            elif name == _ATTENTION or (name.startswith(_NATIVE) and "attention" in name):
+                category = "attention"
+        ancestor = ancestor.cpu_parent
+    return ancestor, phase, category or ("python" if event.name in _PHASES else "other")
+
+
+def _print_python(bench: Bench, rows: int) -> None:
+    """Calls and time of the loop thread's Python functions, per step, over a whole run of decoding."""
+    requests = _requests(bench, rows)
+    profiler = cProfile.Profile(time.thread_time)  # waiting, and other threads, are not counted
+    before = bench.engine._loop.num_steps
+    call_in_loop(bench.engine, profiler.enable)
+    bench.run(requests)
+    call_in_loop(bench.engine, profiler.disable)
+    num_steps = bench.engine._loop.num_steps - before
+    print(f"\nPython of the loop, {rows} rows, {num_steps} steps: calls and own µs per step (slowed down by the profiler)")
+    entries = pstats.Stats(profiler).stats.items()
+    for (path, line, name), (_, calls, own, _total, _callers) in sorted(entries, key=lambda item: -item[1][2])[:30]:
+        where = f"{os.path.basename(path)}:{line} {name}" if line else name
+        print(f"  {calls / num_steps:>9.1f}{own / num_steps * 1e6:>10.1f}  {where}")
+
+
+# ---- showing -------------------------------------------------------------------------------------
+
+
+def _title(rows: int | None) -> str:
+    return "prefill" if rows is None else f"decode, {rows} row{'s' * (rows > 1)}"
+
+
+def _lines(result: StepProfile, num_ops: int) -> Iterator[str]:
+    total = result.step_s
+    yield f"\n{result.title}: {total * 1e3:.2f} ms per step, median of {result.num_steps} steps"
+    parts = {**result.inside, "sampling": result.phases["sample"]}
+    parts.update((phase, seconds) for phase, seconds in result.phases.items() if phase not in _OUTSIDE)
+    for name, seconds in parts.items():
+        yield f"  {name:<24}{seconds * 1e3:>9.3f} ms{seconds / total:>8.1%}"
+    yield f"  {'between forwards':<24}{result.between_forwards_s * 1e3:>9.3f} ms{result.between_forwards_s / total:>8.1%}"
+    names = sorted(result.operations.names.items(), key=lambda item: -item[1][1])[:num_ops]
+    if names:
+        yield f"  operations by own time, per step of {result.operations.num_steps} recorded:"
+    for name, (calls, seconds) in names:
+        yield f"    {calls / result.operations.num_steps:>7.1f} x{seconds * 1e6:>10.1f} µs  {name.removeprefix(_SCOPE)}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.profile", description="Where a step's time goes.")
+    parser.add_argument("--model", help="directory, .gguf file or hub id (default: the demo model)")
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 64], help="rows of the decode steps (default: 1 64)")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantization")
+    parser.add_argument("--kernels", default="auto")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--ops", type=int, default=12, help="operations listed for each kind of step (default: 12)")
+    parser.add_argument("--python", action="store_true", help="also list the loop's Python functions")
+    parser.add_argument("--quick", action="store_true", help="shorter prompts: tries the profile, measures nothing")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
