@@ -694,8 +694,10 @@ def _load(config: EngineConfig, progress: bool | None) -> LoadedModel:
     checkpoint = open_checkpoint(config.model_path, progress=bool(progress))
     device = _device(config.device)
     dtype = _dtype(config.dtype, device)
-    backend = select_backend(device, dtype, config.kernels)
     model_config = checkpoint.config
+    backend = select_backend(
+        device, dtype, config.kernels, head_dim=model_config.head_dim, block_size=config.block_size
+    )
     spec = KvSpec(model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, dtype, device)
     tokenizer = _InThread(checkpoint.load_tokenizer)
     revision = _InThread(lambda: checkpoint.revision)

@@ -46,14 +46,14 @@ class ScriptedModel:
     """`script(history)` gives the logits after `history`; histories are read from the KV cache."""
 
     windows = (None,)
+    matrix_kernels = "scripted"
+    quantization = None
+    num_bytes = 0
 
     def __init__(self, script: Script, vocab_size: int) -> None:
         self.config = SimpleNamespace(vocab_size=vocab_size, architecture="Scripted")
         self.script = script
         self.batches: list[list[int]] = []  # query lengths of every step
-
-    def tensors(self):
-        return iter(())
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         self.batches.append(batch.query_lens)

@@ -29,9 +29,11 @@ RANKS = {
     "openengine.core.cache_keys": 2,
     "openengine.core.config": 2,
     "openengine.core.events": 2,
+    "openengine.core.runtime_events": 2,
     "openengine.core.scheduler": 2,
     "openengine.core.sequence": 2,
     "openengine.core.stats": 2,
+    "openengine.core.subscription": 2,
     "openengine.core.loop": 4,
     "openengine": 5,  # engine.py and what stands beside it
     "openengine.__main__": 7,

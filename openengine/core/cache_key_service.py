@@ -25,9 +25,9 @@ from openengine.tokenizer_types import (
     MediaIdentity,
 )
 
-__all__ = ["CacheKeyService"]
+__all__ = ["NO_CONTEXT", "CacheKeyService"]
 
-_NO_CONTEXT = CacheKeyContext()
+NO_CONTEXT = CacheKeyContext()
 _VECTOR_IDS = (1, 23, 24, 255, 256, 65535, 65536, 7)  # both sides of every length of an encoded integer
 
 
@@ -91,7 +91,7 @@ class CacheKeyService:
                     f"expected_{name} is {expected!r:.100}, this engine has {actual!r}; fetch the cache-key spec again"
                 )
 
-    def compute(self, token_ids: np.ndarray, context: CacheKeyContext = _NO_CONTEXT) -> ComputeCacheKeysResponse:
+    def compute(self, token_ids: np.ndarray, context: CacheKeyContext = NO_CONTEXT) -> ComputeCacheKeysResponse:
         """The keys of the full blocks of `token_ids` (i64 [N]).
 
         Raises InvalidArgument for a context that no request of this engine can have, UnsupportedTask for an adapter where
@@ -142,14 +142,14 @@ class CacheKeyService:
         ids = tuple(
             (_VECTOR_IDS[index % len(_VECTOR_IDS)] + index) % self._vocab_size for index in range(2 * size + size // 2)
         )
-        contexts = {"two full blocks": _NO_CONTEXT, "salt": CacheKeyContext(cache_salt="tenant-a")}
+        contexts = {"two full blocks": NO_CONTEXT, "salt": CacheKeyContext(cache_salt="tenant-a")}
         if self._loras is not None:
             contexts["adapter"] = CacheKeyContext(lora_names=("adapter-1",))
         if self._supports_media:
             item = MediaIdentity("item-1", token_offset=size // 2, token_count=size)
             contexts["media item"] = CacheKeyContext(media=(item,))
         vectors = [self._vector(name, ids, context) for name, context in contexts.items()]
-        return [*vectors, self._vector("no tokens", (), _NO_CONTEXT)]
+        return [*vectors, self._vector("no tokens", (), NO_CONTEXT)]
 
     def _vector(self, name: str, ids: tuple[int, ...], context: CacheKeyContext) -> CacheKeyTestVector:
         keys = cache_keys.block_keys(self._root_key, ids, self._block_size, _key_context(context))
@@ -158,6 +158,8 @@ class CacheKeyService:
     # ---- the context -----------------------------------------------------------------------------
 
     def _check_context(self, context: CacheKeyContext, num_tokens: int) -> None:
+        if not isinstance(context, CacheKeyContext):
+            raise InvalidArgument(f"context must be a CacheKeyContext, not {context!r:.80}")
         if context.group_idx != 0:
             raise InvalidArgument(
                 f"group_idx {context.group_idx!r:.80} does not exist; this engine has KV group 0 only"
@@ -198,7 +200,7 @@ class CacheKeyService:
 
 
 def _key_context(context: CacheKeyContext) -> cache_keys.CacheKeyContext | None:
-    if context == _NO_CONTEXT:
+    if context == NO_CONTEXT:
         return None
     return cache_keys.CacheKeyContext(
         lora_names=context.lora_names,

@@ -17,7 +17,7 @@ from typing import TypeVar
 import numpy as np
 
 from openengine.core.admission import as_token_ids
-from openengine.core.cache_key_service import CacheKeyService
+from openengine.core.cache_key_service import NO_CONTEXT, CacheKeyService
 from openengine.core.tokenizer import Tokenizer
 from openengine.core.tokenizer_export import tokenizer_files, without_normalizer
 from openengine.errors import ArtifactNotFound, InvalidArgument, ModelNotFound, PreconditionFailed, UnsupportedFeature
@@ -29,10 +29,10 @@ from openengine.tokenizer_types import (
     DetokenizeResponse,
     SpecialToken,
     TokenizeOptions,
-    TokenizeResponse,
     TokenizerArtifact,
     TokenizerArtifactChunk,
     TokenizerCapabilities,
+    TokenizeResponse,
     TokenizerInfo,
     TokenizerOperation,
     TokenSpan,
@@ -150,10 +150,7 @@ class TokenizerService:
         for chunks of no bytes; ArtifactNotFound for a name that is not listed in `info()`.
         """
         self._check_model(model)
-        for index, name in enumerate(names):
-            _check_file_name(name)
-            if name in names[:index]:
-                raise InvalidArgument(f"names has {name!r:.80} twice; name each artifact once")
+        _check_file_names(names)
         _check_count("max_chunk_bytes", max_chunk_bytes, minimum=1)
         self._check_fingerprint(expected_fingerprint)
         for name in names:
@@ -279,7 +276,7 @@ class TokenizerService:
         *,
         text: str | None = None,
         tokens: Sequence[int] | None = None,
-        context: CacheKeyContext = CacheKeyContext(),
+        context: CacheKeyContext = NO_CONTEXT,
         expected_profile: str = "",
         expected_profile_version: int = 0,
         expected_fingerprint: str = "",
@@ -364,12 +361,17 @@ def _kept(count: int, max_tokens: int | None, side: TruncationSide) -> slice:
     return slice(0, max_tokens) if side is TruncationSide.RIGHT else slice(count - max_tokens, count)
 
 
-def _check_file_name(name: object) -> None:
-    # Names are compared with a list and never joined to a path; a caller who sends a path has another idea of them.
-    if not isinstance(name, str) or not name or name == ".." or any(char in name for char in "/\\\0"):
-        raise InvalidArgument(
-            f"artifact name {name!r:.80} must be one plain file name, as listed in the tokenizer info"
-        )
+def _check_file_names(names: object) -> None:
+    if isinstance(names, str) or not isinstance(names, Sequence):
+        raise InvalidArgument(f"names must be a sequence of artifact names, not {names!r:.80}")
+    seen: set[str] = set()
+    for name in names:
+        # Names are compared with a list and never joined to a path; a caller who sends a path has another idea of them.
+        if not isinstance(name, str) or not name or name == ".." or any(char in name for char in "/\\\0"):
+            raise InvalidArgument(f"artifact name {name!r:.80} must be one plain file name, as tokenizer info lists it")
+        if name in seen:
+            raise InvalidArgument(f"names has {name!r:.80} twice; name each artifact once")
+        seen.add(name)
 
 
 def _check_count(name: str, value: object, *, minimum: int) -> None:

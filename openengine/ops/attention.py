@@ -15,6 +15,7 @@ from torch import Tensor
 from openengine.errors import InvalidArgument, UnsupportedFeature
 from openengine.ops.attention_cpu import TorchAttention
 from openengine.ops.attention_flash import FlashAttention
+from openengine.ops.attention_native import NativeAttention
 from openengine.ops.batch import ForwardBatch
 from openengine.ops.kv_cache import KvCache, KvSpec
 
@@ -51,32 +52,42 @@ class AttentionBackend(Protocol):
         scale: float,
         window: int | None,
         softcap: float | None,
+        angles: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Write k and v to the cache, then attend over each sequence's cached tokens -> `[T, num_heads * head_dim]`.
 
         All in the cache's dtype. With `softcap` a score becomes `softcap * tanh(score * scale / softcap)`.
+        With `angles`, those of `Rope.angles`, q and k are rotated first; the tensors themselves may change or not.
         Needs `prepare` on the same batch with this window, and a context without gradients.
         """
         ...
 
 
-def select_backend(device: torch.device, dtype: torch.dtype, kernels: str) -> AttentionBackend:
-    """The backend for `kernels`: `auto` is flash where it can run, else torch.
+def select_backend(
+    device: torch.device,
+    dtype: torch.dtype,
+    kernels: str,
+    *,
+    head_dim: int | None = None,
+    block_size: int | None = None,
+) -> AttentionBackend:
+    """The backend for `kernels`: `auto` is flash on CUDA and native on a CPU where these can run, else torch.
 
-    Raises UnsupportedFeature if the kernels asked for by name cannot run here, InvalidArgument for an unknown name.
+    A size that is None is one that every backend has kernels for. Raises UnsupportedFeature if the kernels asked for by
+    name cannot run here, InvalidArgument for an unknown name.
     """
     if kernels not in _KERNELS:
         raise InvalidArgument(f"kernels {kernels!r} is unknown; choose one of {', '.join(_KERNELS)}")
-    if kernels == "native":
-        raise UnsupportedFeature(
-            "kernels 'native' needs compiled attention kernels, which this build does not have; use 'auto' or 'torch'"
-        )
     if kernels == "torch":
         return TorchAttention()
+    is_native = kernels == "native" or (kernels == "auto" and device.type == "cpu")
     try:
+        if is_native:
+            NativeAttention.check(device, head_dim=head_dim, block_size=block_size)
+            return NativeAttention(dtype)
         FlashAttention.check_device(device)
         return FlashAttention(dtype)
     except UnsupportedFeature:
-        if kernels == "flash":
+        if kernels != "auto":
             raise
         return TorchAttention()

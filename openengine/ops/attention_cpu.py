@@ -30,6 +30,7 @@ from torch import Tensor
 
 from openengine.ops.batch import ForwardBatch
 from openengine.ops.kv_cache import KvCache, KvSpec
+from openengine.ops.rope import rotate_
 
 __all__ = ["TorchAttention"]
 
@@ -120,8 +121,10 @@ class TorchAttention:
         scale: float,
         window: int | None,
         softcap: float | None,
+        angles: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """See `AttentionBackend.forward`."""
+        rotate_(q, k, angles)
         kv, head_dim = batch.kv, q.shape[-1]
         rows = batch.scratch["rows"]
         kv.key(layer).view(-1, head_dim).index_copy_(0, rows, k.reshape(-1, head_dim))

@@ -16,6 +16,7 @@ from torch import Tensor
 from openengine.errors import InvalidArgument, UnsupportedFeature
 from openengine.ops.batch import ForwardBatch
 from openengine.ops.kv_cache import KvCache, KvSpec
+from openengine.ops.rope import rotate_
 
 __all__ = ["FlashAttention"]
 
@@ -107,8 +108,10 @@ class FlashAttention:
         scale: float,
         window: int | None,
         softcap: float | None,
+        angles: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """See `AttentionBackend.forward`."""
+        rotate_(q, k, angles)
         k_cache, v_cache = batch.kv.key(layer), batch.kv.value(layer)
         k_cache.flatten(0, 1).index_copy_(0, batch.slot_mapping, k)
         v_cache.flatten(0, 1).index_copy_(0, batch.slot_mapping, v)

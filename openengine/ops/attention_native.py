@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import c_float, c_int32, c_int64, c_void_p
+from ctypes import addressof, byref, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from openengine.errors import InvalidArgument, UnsupportedFeature
+from openengine.errors import UnsupportedFeature
 from openengine.ops.batch import ForwardBatch
 from openengine.ops.kv_cache import KvCache, KvSpec
 from openengine.ops.native import native_absence, native_library
@@ -45,23 +45,23 @@ class _Plan(ctypes.Structure):
 
 class _Layer(ctypes.Structure):
     _fields_ = (
+        *((name, c_void_p) for name in ("step", "plan", "workspace")),
         *((name, c_void_p) for name in ("q", "k", "v", "cos", "sin", "keys", "values", "out")),
         *((name, c_int32) for name in ("q_stride", "k_stride", "v_stride", "rotary_dim")),
         *((name, c_float) for name in ("scale", "softcap")),
     )
 
 
-_ITEM_INTS, _MERGE_INTS = 6, 4
+_ITEM_INTS, _MERGE_INTS = 6, 4  # fields of AttentionItem and AttentionMerge
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Prepared:
-    """One step, with what its structures point to."""
+    """One step: its structure, the tensors that this points to, and the plans made so far."""
 
     step: _Step
-    plans: dict[int | None, _Plan]
-    kept: list[Tensor]
-    workspace: int
+    tensors: tuple[Tensor, ...]
+    plans: dict[int | None, tuple[_Plan, Tensor]]  # by window; a plan points to the tensor
 
 
 class TiledKvCache(KvCache):
@@ -73,6 +73,7 @@ class TiledKvCache(KvCache):
 
     def __init__(self, spec: KvSpec, num_blocks: int, block_size: int) -> None:
         super().__init__(spec, num_blocks, block_size, heads_first=True)
+        self.addresses = [(self.key(layer).data_ptr(), self.value(layer).data_ptr()) for layer in range(spec.num_layers)]
 
     def export_blocks(self, block_ids: Sequence[int]) -> Tensor:
         """See `KvCache.export_blocks`."""
@@ -109,30 +110,49 @@ class NativeAttention:
             raise UnsupportedFeature(f"{native_absence()}, or use kernels='torch'")
         if dtype not in _DTYPES:
             raise UnsupportedFeature(f"the native kernels attend in float32 and bfloat16, not {dtype}; use kernels='torch'")
-        self._plan = library.function("attention_plan", c_void_p, c_void_p, level=level)
-        self._attend = library.function("attention", c_void_p, c_void_p, c_void_p, c_void_p, level=level)
+        self._plan = library.function("attention_plan", level=level)
+        self._attend = library.function("attention", level=level)
         self._workspace = torch.empty(0, dtype=torch.uint8)
+        self._arguments = _Layer()
 
     @staticmethod
-    def check_sizes(*, head_dim: int | None, block_size: int | None) -> None:
-        """Raises UnsupportedFeature for sizes without kernels; None stands for any."""
-        for name, value, most in (("head_dim", head_dim, _MAX_HEAD_DIM), ("block_size", block_size, None)):
-            if value is not None and (value % _TILE or (most and value > most)):
-                limit = f" up to {most}" if most else ""
-                raise UnsupportedFeature(
-                    f"{name} {value} is not a multiple of {_TILE}{limit}, as the native kernels need; use kernels='torch'"
-                )
+    def check(device: torch.device, *, head_dim: int | None, block_size: int | None) -> None:
+        """Raise UnsupportedFeature for a device or sizes without kernels; a size that is None is left out."""
+        if device.type != "cpu":
+            raise UnsupportedFeature(f"the native kernels run on CPUs, not on {device}; use kernels='torch'")
+        if head_dim is not None and (head_dim % _TILE or head_dim > _MAX_HEAD_DIM):
+            raise UnsupportedFeature(
+                f"head_dim {head_dim} is not a multiple of {_TILE} up to {_MAX_HEAD_DIM}, as the native kernels need; "
+                "use kernels='torch'"
+            )
+        if block_size is not None and block_size % _TILE:
+            raise UnsupportedFeature(
+                f"block_size {block_size} is not a multiple of {_TILE}, as the native kernels need; use {_TILE}, "
+                "or kernels='torch'"
+            )
 
     def allocate(self, spec: KvSpec, num_blocks: int, block_size: int) -> TiledKvCache:
         """A cache in tiles. Raises UnsupportedFeature for sizes without kernels."""
-        self.check_sizes(head_dim=spec.head_dim, block_size=block_size)
+        self.check(spec.device, head_dim=spec.head_dim, block_size=block_size)
         return TiledKvCache(spec, num_blocks, block_size)
 
     def prepare(self, batch: ForwardBatch, *, windows: Sequence[int | None]) -> None:
-        """List, for each window, the items of work that the threads share."""
+        """Describe the step; what the layers of a window share out is listed when the first of them comes."""
+        spec = batch.kv.spec
         tensors = (batch.cu_seqlens_q, batch.seq_lens, batch.block_tables, batch.slot_mapping)
-        batch.scratch["native"] = tuple(tensor.contiguous() for tensor in tensors)
-        batch.scratch["windows"] = windows
+        tensors = tuple(tensor.contiguous() for tensor in tensors)
+        step = _Step(
+            *(tensor.data_ptr() for tensor in tensors),
+            num_tokens=batch.num_tokens,
+            num_seqs=batch.num_seqs,
+            table_stride=batch.block_tables.shape[1],
+            block_size=batch.kv.block_size,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            is_bfloat16=spec.dtype == torch.bfloat16,
+            num_threads=torch.get_num_threads(),
+        )
+        batch.scratch["native"] = _Prepared(step, tensors, {})
 
     def forward(
         self,
@@ -148,67 +168,54 @@ class NativeAttention:
         angles: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """See `AttentionBackend.forward`."""
-        prepared = batch.scratch.get("prepared")
-        if prepared is None:
-            prepared = batch.scratch["prepared"] = self._prepare(batch, q.shape[1])
-        out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype)
-        q, k, v = _rows(q), _rows(k), _rows(v)
-        cos, sin = angles if angles is not None else (None, None)
-        arguments = _Layer(
-            q.data_ptr(),
-            k.data_ptr(),
-            v.data_ptr(),
-            cos.data_ptr() if cos is not None else None,
-            sin.data_ptr() if sin is not None else None,
-            batch.kv.key(layer).data_ptr(),
-            batch.kv.value(layer).data_ptr(),
-            out.data_ptr(),
-            q.stride(0),
-            k.stride(0),
-            v.stride(0),
-            cos.shape[-1] if cos is not None else 0,
-            scale,
-            softcap or 0.0,
-        )
-        step, plans, workspace = prepared
-        self._attend(step, plans[window], ctypes.byref(arguments), workspace)
+        num_tokens, num_heads, head_dim = q.shape
+        out = torch.empty(num_tokens, num_heads * head_dim, dtype=q.dtype)
+        prepared: _Prepared = batch.scratch["native"]
+        if window not in prepared.plans:
+            prepared.plans[window] = self._make_plan(prepared.step, num_heads, window)
+        q, k, v = (_joined(x, head_dim) for x in (q, k, v))
+        call = self._arguments
+        call.step, call.plan = addressof(prepared.step), addressof(prepared.plans[window][0])
+        call.q, call.k, call.v, call.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
+        call.q_stride, call.k_stride, call.v_stride = q.stride(0), k.stride(0), v.stride(0)
+        call.keys, call.values = batch.kv.addresses[layer]
+        call.cos = call.sin = None
+        if angles is not None:
+            cos, sin = angles
+            call.cos, call.sin, call.rotary_dim = cos.data_ptr(), sin.data_ptr(), cos.shape[-1]
+        call.scale, call.softcap = scale, softcap or 0.0
+        self._attend(byref(call))
         return out
 
-    def _prepare(self, batch, num_heads):
-        starts, lens, tables, slots = batch.scratch["native"]
-        spec = batch.kv.spec
-        step = _Step(starts.data_ptr(), lens.data_ptr(), tables.data_ptr(), slots.data_ptr(), batch.num_tokens, batch.num_seqs, tables.shape[1], batch.kv.block_size,
-          num_heads, spec.num_kv_heads, spec.head_dim, int(spec.dtype==torch.bfloat16), torch.get_num_threads())
-        plans = {}; kept=[step]; need = 0
-        for window in batch.scratch["windows"]:
-            plan = _Plan(window or 0)
-            self._plan(ctypes.byref(step), ctypes.byref(plan))
-            room = torch.empty(plan.num_items * _ITEM_INTS + plan.num_merges * _MERGE_INTS, dtype=torch.int32)
-            plan.items = room.data_ptr()
-            plan.merges = room.data_ptr() + plan.num_items * _ITEM_INTS * 4
-            self._plan(ctypes.byref(step), ctypes.byref(plan))
-            plans[window] = ctypes.byref(plan); kept += [room, plan]
-            need = max(need, step.num_threads * plan.scratch_bytes + plan.num_partials * plan.partial_bytes)
-        if self._workspace.numel() < need:
-            self._workspace = torch.empty(need, dtype=torch.uint8)
-        batch.scratch["kept"] = kept
-        return ctypes.byref(step), plans, self._workspace.data_ptr()
+    def _make_plan(self, step: _Step, num_heads: int, window: int | None) -> tuple[_Plan, Tensor]:
+        step.num_heads = num_heads
+        plan = _Plan(window=window or 0)
+        self._plan(byref(step), byref(plan))  # counts
+        lists = torch.empty(plan.num_items * _ITEM_INTS + plan.num_merges * _MERGE_INTS, dtype=torch.int32)
+        plan.items = lists.data_ptr()
+        plan.merges = plan.items + plan.num_items * _ITEM_INTS * lists.itemsize
+        self._plan(byref(step), byref(plan))  # lists
+        size = step.num_threads * plan.scratch_bytes + plan.num_partials * plan.partial_bytes
+        if size > self._workspace.numel():
+            self._workspace = torch.empty(size, dtype=torch.uint8)
+            self._arguments.workspace = self._workspace.data_ptr()
+        return plan, lists
 
 
-def _rows(x: Tensor) -> Tensor:
-    """x [T, heads, head_dim] with its heads side by side."""
-    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+def _joined(x: Tensor, head_dim: int) -> Tensor:
+    """x [T, heads, head_dim], the heads of each token side by side."""
+    return x if x.stride()[1:] == (head_dim, 1) else x.contiguous()
 
 
-def _pairs(data: Tensor, blocks: Tensor) -> list[tuple[Tensor, Tensor]]:
+def _pairs(data: Tensor, blocks: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Views of `data` in this layout and of `blocks` in the exported one that show the same keys, and the same values."""
     packed = 4 // data.dtype.itemsize
     num_layers, _, count, num_heads, block_size, head_dim = data.shape
-    tiles = (num_layers, count, num_heads, block_size // _TILE)
-    keys = data[:, 0].unflatten(-2, (-1, _TILE)).view(*tiles, head_dim // packed, _TILE, packed)
-    values = data[:, 1].unflatten(-2, (-1, _TILE)).view(*tiles, _TILE // packed, head_dim, packed)
-    tokens = blocks.unflatten(3, (-1, _TILE)).permute(1, 0, 2, 5, 3, 4, 6)  # [2, layers, blocks, heads, tiles, 16, head_dim]
-    return [
-        (keys, tokens[0].unflatten(-1, (-1, packed)).transpose(-3, -2)),
-        (values, tokens[1].unflatten(-2, (-1, packed)).transpose(-2, -1)),
-    ]
+    tiles = (num_layers, count, block_size // _TILE, num_heads)
+    keys = data[:, 0].view(*tiles, head_dim // packed, _TILE, packed)
+    values = data[:, 1].view(*tiles, _TILE // packed, head_dim, packed)
+    tokens = blocks.unflatten(3, (-1, _TILE))  # [layers, 2, blocks, tiles, 16, heads, head_dim]
+    return (
+        (keys, tokens[:, 0].unflatten(5, (-1, packed)).permute(0, 1, 2, 4, 5, 3, 6)),
+        (values, tokens[:, 1].unflatten(3, (-1, packed)).permute(0, 1, 2, 5, 3, 6, 4)),
+    )

@@ -93,6 +93,11 @@ class KvCache:
 
         Raises InvalidArgument if shape or dtype differ from what this cache holds.
         """
+        self._check_import(block_ids, blocks)
+        blocks = blocks.to(self.spec.device)
+        self._data.index_copy_(2, self._index(block_ids), blocks.transpose(3, 4) if self.heads_first else blocks)
+
+    def _check_import(self, block_ids: Sequence[int], blocks: Tensor) -> None:
         spec = self.spec
         expected = (spec.num_layers, 2, len(block_ids), self.block_size, spec.num_kv_heads, spec.head_dim)
         if tuple(blocks.shape) != expected or blocks.dtype != spec.dtype:
@@ -100,8 +105,6 @@ class KvCache:
                 f"imported blocks are {blocks.dtype} {tuple(blocks.shape)}, this cache takes {spec.dtype} {expected}; "
                 "both sides need the same model, dtype and block_size"
             )
-        blocks = blocks.to(spec.device)
-        self._data.index_copy_(2, self._index(block_ids), blocks.transpose(3, 4) if self.heads_first else blocks)
 
     def _index(self, block_ids: Sequence[int]) -> Tensor:
         return torch.tensor(block_ids, dtype=torch.int64, device=self.spec.device)

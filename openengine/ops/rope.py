@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["ROPE_TYPES", "Rope", "RopeConfig", "apply_rope_", "inverse_frequencies"]
+__all__ = ["ROPE_TYPES", "Rope", "RopeConfig", "apply_rope_", "inverse_frequencies", "rotate_"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,18 @@ def apply_rope_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     rotated = x[..., :rotary_dim]
     wide = rotated.float()
     rotated.copy_((wide * cos).addcmul_(wide.roll(rotary_dim // 2, dims=-1), sin))
+
+
+def rotate_(q: Tensor, k: Tensor, angles: tuple[Tensor, Tensor] | None) -> None:
+    """Apply `angles` to queries and keys [T, heads, H] in place, in one pass where a projection made them side by side."""
+    if angles is None:
+        return
+    num_heads = q.shape[1] + k.shape[1]
+    if q.stride() == k.stride() and q.data_ptr() + q.shape[1] * q.stride(1) * q.itemsize == k.data_ptr():
+        apply_rope_(q.as_strided((q.shape[0], num_heads, q.shape[2]), q.stride()), *angles)
+        return
+    apply_rope_(q, *angles)
+    apply_rope_(k, *angles)
 
 
 def inverse_frequencies(config: RopeConfig, max_length: int) -> tuple[Tensor, float]:

@@ -12,7 +12,7 @@ variant (sampling, logprobs, guided) is interleaved with its base, and a peer (`
     cost.py       bytes and operations of a model          probe.py      the one place that looks inside an engine
     works.py      measuring batches and their variants     growth.py     concurrency and context, cliffs
     processes.py  fresh processes: load, memory, peers     report.py     table and plot
-    profile.py    a step's time by phase and by operation
+    profile.py    a step's time by phase and by operation  quality.py    what a dtype costs in quality
 
 It needs no package beyond the test extra, asserts no speed, and is not part of `pytest`.
 """

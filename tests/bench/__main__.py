@@ -17,7 +17,7 @@ from tests.bench import growth, report, workload
 from tests.bench.machine import Machine, environment, measure
 from tests.bench.probe import model_cost
 from tests.bench.processes import FreshRun, PeerFailed, fresh_run, ratios, run_peer
-from tests.bench.works import BatchResult, Bench, Comparison, TooLong
+from tests.bench.works import BatchResult, Bench, CannotRun, Comparison
 
 __all__ = ["main"]
 
@@ -87,7 +87,9 @@ def _run(engine: Engine, args: argparse.Namespace, options: dict[str, Any]) -> d
 class _Runner:
     """Runs works by name; results go to `document`, lines to stdout."""
 
-    def __init__(self, bench: Bench, args: argparse.Namespace, options: dict[str, Any], document: dict[str, Any]) -> None:
+    def __init__(
+        self, bench: Bench, args: argparse.Namespace, options: dict[str, Any], document: dict[str, Any]
+    ) -> None:
         self._bench = bench
         self._args = args
         self._options = {name: value for name, value in options.items() if value is not None}
@@ -104,12 +106,12 @@ class _Runner:
             elif name in _COMPARED:
                 self._compare(name)
             else:
-                getattr(self, f"_{name}")()
-        except TooLong as exc:
+                {"arrivals": self._arrivals, "growth": self._growth, "load": self._load, "memory": self._memory}[name]()
+        except CannotRun as exc:
             self._skip(name, str(exc))
 
     def against(self, command: str) -> None:
-        """Run the peer and the engine in turns; a round's figure is the better of two runs, as in the peers' scripts."""
+        """Run the peer and the engine in turns; a round's figure is the better of two runs, as theirs is."""
         names, ours, theirs = self._peer_works(), [], []
         for index in range(self._args.repeat):
             print(f"… round {index + 1} against {command}", file=sys.stderr, flush=True)
@@ -126,7 +128,9 @@ class _Runner:
     def summarize(self, machine: Machine) -> None:
         """The table of batches, against the best that the machine showed before and after."""
         self._bench.machine = machine
-        self._batches = [dataclasses.replace(result, limit_s=self._bench.limit_s(result.name)) for result in self._batches]
+        self._batches = [
+            dataclasses.replace(result, limit_s=self._bench.limit_s(result.name)) for result in self._batches
+        ]
         works = self._document["works"]
         for result in (*self._batches, *self._comparisons):
             works[result.name] = result
@@ -138,7 +142,7 @@ class _Runner:
     def _compare(self, name: str) -> None:
         generation = self._bench.engine.model_info().generation
         if name == "guided" and not generation.guided_decoding.supported:
-            raise TooLong("this engine has no guided decoding")
+            raise CannotRun("this engine has no guided decoding")
         self._comparisons.append(self._bench.compare(name))
 
     def _arrivals(self) -> None:
@@ -182,7 +186,7 @@ class _Runner:
             try:
                 self._bench.warm_up(self._bench.requests(name))
                 names.append(name)
-            except TooLong as exc:
+            except CannotRun as exc:
                 self._skip(f"{name} against peers", str(exc))
         return names
 
@@ -210,14 +214,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantization")
     parser.add_argument("--kernels", default="auto")
-    parser.add_argument("--repeat", type=int, default=3, help="runs of each work, of which the median counts (default: 3)")
+    parser.add_argument(
+        "--repeat", type=int, default=3, help="runs of each work, of which the median counts (default: 3)"
+    )
     parser.add_argument("--threads", type=int, help="of the engine and of the limits (default: torch's)")
     parser.add_argument("--rate", type=float, default=2.0, help="arrivals per second (default: 2)")
     parser.add_argument("--arrivals", type=int, default=40, help="requests of the work `arrivals` (default: 40)")
-    parser.add_argument("--vs", action="append", default=[], metavar="CMD", help="a peer's script, run in turns; may repeat")
+    parser.add_argument(
+        "--vs", action="append", default=[], metavar="CMD", help="a peer's script, run in turns; may repeat"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the growth curves (needs matplotlib)")
-    parser.add_argument("--quick", action="store_true", help="an eighth of all lengths: tries the benchmark, measures nothing")
+    parser.add_argument(
+        "--quick", action="store_true", help="an eighth of all lengths: tries the benchmark, measures nothing"
+    )
     return parser
 
 

@@ -1,8 +1,8 @@
 """What a model costs in bytes read and operations done, and the least time a machine could take for that.
 
-    prompt tokens    operations / GEMM rate                                         weights are read once per chunk: small
-    decode step      bytes of weights and of the rows' KV / bandwidth               one row
-                     the same + operations / GEMM rate                              several rows
+    prompt tokens    operations / GEMM rate                             weights are read once per chunk: small
+    decode step      bytes of weights and of the rows' KV / bandwidth   one row
+                     the same + operations / GEMM rate                  several rows
 
 The sum is no strict bound, since reading and computing can overlap; it is what kernels reach that do neither badly.
 """

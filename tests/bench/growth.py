@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from tests.bench import workload
 from tests.bench.probe import StepClock
-from tests.bench.works import Bench, TooLong
+from tests.bench.works import Bench, CannotRun
 
 __all__ = ["CLIFF", "Point", "curves", "with_factors"]
 
@@ -70,7 +70,7 @@ def _curve(bench: Bench, name: str, sizes: list[tuple[int, int]]) -> Iterator[li
     for rows, context in sizes:
         try:
             points.append(_point(bench, name, rows, context))
-        except TooLong as exc:
+        except CannotRun as exc:
             yield f"{name}: {rows} rows at {context} tokens: {exc}"
     yield with_factors(points)
 
@@ -78,12 +78,12 @@ def _curve(bench: Bench, name: str, sizes: list[tuple[int, int]]) -> Iterator[li
 def _point(bench: Bench, name: str, rows: int, context: int) -> Point:
     info = bench.engine.model_info()
     if rows > info.max_running_requests:
-        raise TooLong(f"max_num_seqs is {info.max_running_requests}")
+        raise CannotRun(f"max_num_seqs is {info.max_running_requests}")
     # The first to finish its prompt decodes until the last has: so many steps do not have all rows.
     num_steps = _LEAST_STEPS // (4 if bench.quick else 1)
     num_output = num_steps + -(-rows * context // info.max_batched_tokens) + rows // 8
     if num_output >= context:
-        raise TooLong(f"a prompt of {context} tokens is too short for {num_output} steps")
+        raise CannotRun(f"a prompt of {context} tokens is too short for {num_output} steps")
     requests = workload.uniform(rows, context - num_output, num_output, bench.cost.vocab_size)
     bench.check(requests)
     bench.warm_up(requests[:1])
@@ -91,7 +91,7 @@ def _point(bench: Bench, name: str, rows: int, context: int) -> Point:
         bench.run(requests)
     seconds = clock.decode_s(rows)
     if not seconds:
-        raise TooLong("the requests never decoded together")
+        raise CannotRun("the requests never decoded together")
     mean = context - len(seconds) // 2
     operations, read = bench.cost.decode_operations([mean] * rows), bench.cost.decode_bytes([mean] * rows)
     limit_s = operations / bench.machine.gemm_rate + read / bench.machine.read_rate

@@ -39,9 +39,7 @@ class Machine:
 
     def better(self, other: Machine) -> Machine:
         """The higher of two measurements of each figure: a limit is what the machine gives when nothing disturbs it."""
-        return Machine(
-            self.gemm_dtype, max(self.gemm_rate, other.gemm_rate), max(self.read_rate, other.read_rate)
-        )
+        return Machine(self.gemm_dtype, max(self.gemm_rate, other.gemm_rate), max(self.read_rate, other.read_rate))
 
     def drift(self, other: Machine) -> float:
         """By which fraction the figures of two measurements differ at most."""

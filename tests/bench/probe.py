@@ -1,4 +1,4 @@
-"""The one place of the benchmark that looks inside an engine: sizes of its model, its steps, and timers around its phases.
+"""The one place of the benchmark that looks inside an engine: sizes of its model, its steps, timers around its phases.
 
 Nothing in the engine knows of it: methods of instances are wrapped from outside, and put back.
 """
@@ -15,7 +15,17 @@ from typing import Any
 from openengine import Engine
 from tests.bench.cost import ModelCost
 
-__all__ = ["PHASES", "PhaseClock", "Step", "StepClock", "call_in_loop", "model_cost", "steps_of", "wrapped", "wrapped_phase"]
+__all__ = [
+    "PHASES",
+    "PhaseClock",
+    "Step",
+    "StepClock",
+    "call_in_loop",
+    "model_cost",
+    "steps_of",
+    "wrapped",
+    "wrapped_phase",
+]
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -138,7 +148,7 @@ class StepClock:
         return [b.start - a.start for a, b in pairs if _decodes(a, num_rows) and _decodes(b, num_rows)]
 
     def gaps(self) -> list[float]:
-        """Seconds between two tokens of one output, once for each: a step's time counts for every row that decoded in it."""
+        """Seconds between two tokens of one output, once for each: a step counts for every row that it decoded."""
         pairs = zip(self.steps, self.steps[1:])
         return [b.end - a.end for a, b in pairs for _ in range(b.num_decodes)]
 
@@ -164,7 +174,9 @@ class PhaseClock:
     def __enter__(self) -> PhaseClock:
         for phase in PHASES:
             wrapper = self._turn if phase == "loop, rest" else self._timed
-            self._wrappings.enter_context(wrapped_phase(self._engine, phase, lambda inner, p=phase, w=wrapper: w(inner, p)))
+            self._wrappings.enter_context(
+                wrapped_phase(self._engine, phase, lambda inner, p=phase, w=wrapper: w(inner, p))
+            )
         return self
 
     def __exit__(self, *exc_info: object) -> None:

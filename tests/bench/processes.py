@@ -28,7 +28,7 @@ class PeerFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FreshRun:
-    """One process that imported, loaded, and maybe ran `batch64`. Seconds and bytes; None where the system does not say."""
+    """One process that imported, loaded, and maybe ran a work. Seconds and bytes; None where the system is silent."""
 
     import_s: float
     load_s: float
@@ -87,7 +87,8 @@ def ratios(ours: list[Mapping[str, Any]], theirs: list[Mapping[str, Any]]) -> di
     """
     works = [name for name in ours[0] if all(isinstance(side.get(name), Mapping) for side in (*ours, *theirs))]
     return {
-        name: statistics.median(side[name]["s"] for side in theirs) / statistics.median(side[name]["s"] for side in ours)
+        name: statistics.median(side[name]["s"] for side in theirs)
+        / statistics.median(side[name]["s"] for side in ours)
         for name in works
     }
 

@@ -5,11 +5,11 @@
     python -m tests.bench.profile --python            also the most expensive Python functions of the loop's thread
 
 Two passes. The first times the phases of the loop from outside (`probe.PHASES`), which costs microseconds per step: its
-sum is the step. The second records operations with torch.profiler, which slows small ones down; so matrix products and
-attention are shown as recorded, and what remains of the forward is divided between other operations and Python in the
+sum is the step. The second records operations with torch.profiler, which slows small ones down; so matrix products are
+shown as recorded, and what remains of the forward is divided between attention, other operations and Python in the
 proportion recorded. Native kernels, called through ctypes, are recorded by their names.
 
-"between forwards" is what the target for Python and scheduling speaks of: the step without forward, logits and sampling.
+"between forwards" is Python and scheduling: the step without its forward, logits and sampling.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,14 +31,15 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from openengine import Engine, OpenEngineError, demo_model
+from openengine.ops import native
 from openengine.ops.native import NativeLibrary
 from tests.bench import workload
 from tests.bench.machine import Machine
 from tests.bench.probe import PHASES, PhaseClock, Step, call_in_loop, model_cost, steps_of, wrapped, wrapped_phase
-from tests.bench.works import Bench, TooLong
 from tests.bench.workload import Request
+from tests.bench.works import Bench, CannotRun
 
-__all__ = ["Operations", "StepProfile", "main", "profile_steps", "watch_native"]
+__all__ = ["NativeWatch", "Operations", "StepProfile", "main", "profile_steps"]
 
 _PROMPT = 64  # tokens of a prompt before decoding
 _STEPS = 16  # whose operations are recorded
@@ -86,18 +87,15 @@ class StepProfile:
     def inside(self) -> dict[str, float]:
         """Forward and logits, divided: seconds of matrix products, attention, other operations, and Python."""
         total = self.phases["forward"] + self.phases["logits"]
-        recorded = self.operations.seconds
-        gemm, attention = recorded.get("gemm", 0.0), recorded.get("attention", 0.0)
-        # A disturbed second pass must not make the parts exceed the whole.
-        scale = min(1.0, total / (gemm + attention)) if gemm + attention else 1.0
-        rest = total - scale * (gemm + attention)
-        other, python = recorded.get("other", 0.0), recorded.get("python", 0.0)
-        share = other / (other + python) if other + python else 0.0
+        recorded = {name: self.operations.seconds.get(name, 0.0) for name in ("gemm", "attention", "other", "python")}
+        gemm = min(recorded.pop("gemm"), total)
+        rest = sum(recorded.values())
+        scale = (total - gemm) / rest if rest else 0.0
         return {
-            "matrix products": scale * gemm,
-            "attention": scale * attention,
-            "other operations": rest * share,
-            "Python in the forward": rest * (1 - share),
+            "matrix products": gemm,
+            "attention": scale * recorded["attention"],
+            "other operations": scale * recorded["other"],
+            "Python in the forward": scale * recorded["python"],
         }
 
 
@@ -108,34 +106,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = {"dtype": args.dtype, "quantization": args.quantization, "kernels": args.kernels}
     with profile(activities=[ProfilerActivity.CPU]):
         pass  # its first start must be in this thread; the loop's thread starts the others
-    with watch_native():
+    with NativeWatch() as watch:
         try:
             engine = Engine(args.model or str(demo_model()), progress=False, num_threads=args.threads, **options)
         except OpenEngineError as exc:
             _parser().error(str(exc))
         with engine:
-            _profile_engine(engine, args)
+            _profile_engine(engine, args, watch)
     return 0
 
 
-def _profile_engine(engine: Engine, args: argparse.Namespace) -> None:
+def _profile_engine(engine: Engine, args: argparse.Namespace, watch: NativeWatch) -> None:
     attributes = engine.info().attributes
-    print(f"{attributes['architecture']}, {attributes['dtype']}, kernels {attributes['kernels']}, {torch.get_num_threads()} threads")
+    told = ", ".join(attributes[name] for name in ("architecture", "dtype", "kernels"))
+    print(f"{told}, {torch.get_num_threads()} threads")
     bench = Bench(engine, model_cost(engine, args.quantization), Machine("", 1.0, 1.0), quick=args.quick)
     for rows in [*args.rows, None]:
         try:
-            for line in _lines(profile_steps(bench, rows), args.ops):
+            for line in _lines(profile_steps(bench, rows, watch), args.ops):
                 print(line)
             if args.python and rows is not None:
                 _print_python(bench, rows)
-        except TooLong as exc:
+        except CannotRun as exc:
             print(f"{_title(rows)} skipped: {exc}")
 
 
-def profile_steps(bench: Bench, rows: int | None) -> StepProfile:
+def profile_steps(bench: Bench, rows: int | None, watch: NativeWatch) -> StepProfile:
     """Profile steps that decode `rows` rows, or with None those that compute prompts.
 
-    Raises TooLong if there are no such steps, as when the rows do not fit.
+    Raises CannotRun if there are no such steps, as when the rows do not fit.
     """
     requests = _requests(bench, rows)
     bench.check(requests)
@@ -144,31 +143,46 @@ def profile_steps(bench: Bench, rows: int | None) -> StepProfile:
         bench.run(requests)
     steps = steps_of(clock.steps, rows)
     if not steps:
-        raise TooLong("no step had all rows")
-    operations = _record(bench, requests, rows, steps)
+        raise CannotRun("no step had all rows")
+    watch.is_recording = True
+    try:
+        operations = _record(bench, requests, rows, steps)
+    finally:
+        watch.is_recording = False
     phases = {phase: statistics.median(step.seconds.get(phase, 0.0) for step in steps) for phase in PHASES}
     return StepProfile(_title(rows), len(steps), phases, operations)
 
 
-@contextmanager
-def watch_native() -> Iterator[None]:
-    """Make native kernels visible to torch.profiler, in engines that are created meanwhile."""
-    inner = NativeLibrary.function
+class NativeWatch:
+    """Shows the native kernels of engines created while it is entered to torch.profiler, when `is_recording`."""
 
-    def function(self: NativeLibrary, name: str, *argtypes: type, level: str | None = None) -> Callable[..., None]:
-        kernel = inner(self, name, *argtypes, level=level)
+    def __init__(self) -> None:
+        self.is_recording = False
+        self._inner = NativeLibrary.function
 
-        def call(*args: Any) -> None:
-            with record_function(_NATIVE + name):
-                kernel(*args)
+    def __enter__(self) -> NativeWatch:
+        watch, inner = self, self._inner
 
-        return call
+        def function(
+            library: NativeLibrary, name: str, *argtypes: type, level: str | None = None
+        ) -> Callable[..., Any]:
+            kernel, label = inner(library, name, *argtypes, level=level), _NATIVE + name
 
-    NativeLibrary.function = function
-    try:
-        yield
-    finally:
-        NativeLibrary.function = inner
+            def call(*args: Any) -> Any:
+                if not watch.is_recording:
+                    return kernel(*args)
+                with record_function(label):
+                    return kernel(*args)
+
+            return call
+
+        NativeLibrary.function = function
+        native._open.cache_clear()  # bound functions are kept by library: a new one gets functions of its own
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        NativeLibrary.function = self._inner
+        native._open.cache_clear()
 
 
 # ---- recording -----------------------------------------------------------------------------------
@@ -292,9 +306,11 @@ def _print_python(bench: Bench, rows: int) -> None:
     bench.run(requests)
     call_in_loop(bench.engine, profiler.disable)
     num_steps = bench.engine._loop.num_steps - before
-    print(f"\nPython of the loop, {rows} rows, {num_steps} steps: calls and own µs per step (slowed down by the profiler)")
+    print(
+        f"\nPython of the loop, {rows} rows, {num_steps} steps: calls and own µs per step (slowed down by the profiler)"
+    )
     entries = pstats.Stats(profiler).stats.items()
-    for (path, line, name), (_, calls, own, _total, _callers) in sorted(entries, key=lambda item: -item[1][2])[:30]:
+    for (path, line, name), (_, calls, own, _total, _callers) in sorted(entries, key=lambda item: -item[1][2])[:40]:
         where = f"{os.path.basename(path)}:{line} {name}" if line else name
         print(f"  {calls / num_steps:>9.1f}{own / num_steps * 1e6:>10.1f}  {where}")
 
@@ -311,14 +327,14 @@ def _lines(result: StepProfile, num_ops: int) -> Iterator[str]:
     yield f"\n{result.title}: {total * 1e3:.2f} ms per step, median of {result.num_steps} steps"
     parts = {**result.inside, "sampling": result.phases["sample"]}
     parts.update((phase, seconds) for phase, seconds in result.phases.items() if phase not in _OUTSIDE)
+    parts["between forwards"] = result.between_forwards_s
     for name, seconds in parts.items():
         yield f"  {name:<24}{seconds * 1e3:>9.3f} ms{seconds / total:>8.1%}"
-    yield f"  {'between forwards':<24}{result.between_forwards_s * 1e3:>9.3f} ms{result.between_forwards_s / total:>8.1%}"
     names = sorted(result.operations.names.items(), key=lambda item: -item[1][1])[:num_ops]
     if names:
         yield f"  operations by own time, per step of {result.operations.num_steps} recorded:"
     for name, (calls, seconds) in names:
-        yield f"    {calls / result.operations.num_steps:>7.1f} x{seconds * 1e6:>10.1f} µs  {name.removeprefix(_SCOPE)}"
+        yield f"    {calls:>7.1f} x{seconds * 1e6:>10.1f} µs  {name.removeprefix(_SCOPE)}"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -27,21 +27,29 @@ __all__ = [
 _BAR = 30  # characters of the longest bar
 
 
-def header_lines(environment: Mapping[str, Any], attributes: Mapping[str, Any], model: str, machine: Machine) -> Iterator[str]:
+def header_lines(
+    environment: Mapping[str, Any], attributes: Mapping[str, Any], model: str, machine: Machine
+) -> Iterator[str]:
     yield f"openengine {environment['openengine']}, torch {environment['torch']}, {environment['date']}"
-    yield f"{environment['cpu']}, {environment['threads']} of {environment['cpus']} CPUs, load {environment['load_average']}"
+    threads = f"{environment['threads']} threads, {environment['cpus']} CPUs, load {environment['load_average']}"
+    yield f"{environment['cpu']}, {threads}"
     yield f"{model}: {attributes['architecture']}, {attributes['dtype']}, kernels {attributes['kernels']}"
-    yield f"limits: {machine.gemm_dtype} GEMM {machine.gemm_rate / 1e9:,.0f} Gop/s, read {machine.read_rate / 1e9:.1f} GB/s"
+    gemm, read = f"{machine.gemm_rate / 1e9:,.0f} Gop/s", f"{machine.read_rate / 1e9:.1f} GB/s"
+    yield f"limits: {machine.gemm_dtype} GEMM {gemm}, read {read}"
 
 
 def batch_lines(results: Sequence[BatchResult]) -> Iterator[str]:
-    yield f"{'work':<10}{'requests':>9}{'in':>8}{'out':>7}{'median':>10}{'min':>9}{'max':>9}{'tokens/s':>13}{'limit':>10}{'of it':>7}"
+    yield (
+        f"{'work':<10}{'requests':>9}{'in':>8}{'out':>7}{'median':>10}{'min':>9}{'max':>9}"
+        f"{'tokens/s':>13}{'limit':>10}{'of it':>7}"
+    )
     for r in results:
         rate = f"{r.rate:,.1f}" + (" in" if r.is_prompt_work else "")
         limit = r.rate / r.fraction
         yield (
-            f"{r.name:<10}{r.num_requests:>9}{r.num_input:>8}{r.num_output:>7}{r.median_s:>8.3f} s{min(r.seconds):>9.3f}"
-            f"{max(r.seconds):>9.3f}{rate:>13}{limit:>10,.0f}{r.fraction:>7.0%}"
+            f"{r.name:<10}{r.num_requests:>9}{r.num_input:>8}{r.num_output:>7}"
+            f"{r.median_s:>8.3f} s{min(r.seconds):>9.3f}{max(r.seconds):>9.3f}"
+            f"{rate:>13}{limit:>10,.0f}{r.fraction:>7.0%}"
         )
 
 
@@ -50,13 +58,14 @@ def comparison_lines(results: Sequence[Comparison]) -> Iterator[str]:
     for r in results:
         base, variant = statistics.median(r.base_seconds), statistics.median(r.variant_seconds)
         yield (
-            f"{r.name:<10}{r.num_rows:>5}{r.base_step_s * 1e3:>9.2f} ms{r.variant_step_s * 1e3:>9.2f} ms{r.cost:>+9.1%}"
-            f"   {base:.3f} s, {variant:.3f} s"
+            f"{r.name:<10}{r.num_rows:>5}{r.base_step_s * 1e3:>9.2f} ms{r.variant_step_s * 1e3:>9.2f} ms"
+            f"{r.cost:>+9.1%}   {base:.3f} s, {variant:.3f} s"
         )
 
 
 def arrivals_lines(result: Arrivals) -> Iterator[str]:
-    yield f"{result.num_requests} arrivals at {result.rate:g} per second, {result.output_rate:,.1f} tokens/s; ms at 50, 90, 99 %"
+    told = f"{result.num_requests} arrivals at {result.rate:g} per second, {result.output_rate:,.1f} tokens/s"
+    yield f"{told}; ms at 50, 90, 99 %"
     for name, values in (
         ("first token", result.first_token),
         ("per token, by request", result.per_token),
@@ -72,8 +81,8 @@ def growth_lines(points: Sequence[Point]) -> Iterator[str]:
         bar = "█" * max(1, round(_BAR * p.step_s / longest))
         cliff = f"  cliff: over {CLIFF}" if p.is_cliff else ""
         yield (
-            f"{'':<20}{p.rows:>5}{p.context:>9}{p.step_s * 1e3:>9.2f} ms{p.limit_s * 1e3:>9.2f} ms{p.over_limit:>7.2f}"
-            f"{p.factor:>8.2f}  {bar}{cliff}"
+            f"{'':<20}{p.rows:>5}{p.context:>9}{p.step_s * 1e3:>9.2f} ms{p.limit_s * 1e3:>9.2f} ms"
+            f"{p.over_limit:>7.2f}{p.factor:>8.2f}  {bar}{cliff}"
         )
 
 
@@ -86,13 +95,14 @@ def load_lines(runs: Sequence[FreshRun]) -> Iterator[str]:
 
 
 def memory_lines(run: FreshRun) -> Iterator[str]:
-    yield (
-        f"weights {_mib(run.weight_bytes)}, KV pool {_mib(run.kv_bytes)} (pages count when used); resident after loading "
-        f"{_mib(run.loaded_rss)} (peak {_mib(run.loaded_peak_rss)}), after batch64 {_mib(run.worked_rss)} (peak {_mib(run.peak_rss)})"
-    )
+    yield f"weights {_mib(run.weight_bytes)}, KV pool {_mib(run.kv_bytes)}, whose pages are resident once used"
+    yield f"  resident after loading {_mib(run.loaded_rss)}, at most {_mib(run.loaded_peak_rss)}"
+    yield f"  resident after batch64 {_mib(run.worked_rss)}, at most {_mib(run.peak_rss)}"
 
 
-def peer_lines(name: str, ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]], ratios: Mapping[str, float]) -> Iterator[str]:
+def peer_lines(
+    name: str, ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]], ratios: Mapping[str, float]
+) -> Iterator[str]:
     yield f"against {name}, {len(ours)} rounds in turns: ratio of medians (above 1: we are faster)"
     for work, ratio in ratios.items():
         mine, other = (statistics.median(side[work]["s"] for side in sides) for sides in (ours, theirs))

@@ -58,7 +58,7 @@ def uniform(num_requests: int, num_prompt: int, num_output: int, vocab_size: int
 
 
 def distinct(requests: list[Request], run: int, vocab_size: int, *, shared: bool = False) -> list[Request]:
-    """The same requests with other first tokens, so that no prefix of an earlier run fits; `shared` keeps them alike."""
+    """The same requests with other first tokens, so that no earlier run's prefix fits; `shared` keeps them alike."""
     span = min(_VOCAB, vocab_size) - _FIRST_ID
     return [
         Request([_FIRST_ID + (37 * run + (0 if shared else index)) % span, *request.token_ids[1:]], request.max_tokens)

@@ -170,16 +170,18 @@ def test_a_step_in_inference_mode_and_one_outside_share_a_backend():
     assert torch.equal(inside, outside)
 
 
-def test_auto_is_torch_on_cpu():
-    assert select_backend(CPU, torch.bfloat16, "auto").name == "torch"
+def test_torch_is_there_by_name_and_for_what_has_no_other_kernels():
     assert select_backend(CPU, torch.float32, "torch").name == "torch"
+    assert select_backend(CPU, torch.float16, "auto").name == "torch"
+    assert select_backend(CPU, torch.float32, "auto", head_dim=72).name == "torch"
+    assert select_backend(CPU, torch.float32, "auto", block_size=8).name == "torch"
 
 
 def test_kernels_that_cannot_run_here_are_refused_by_name():
     with pytest.raises(UnsupportedFeature, match="CUDA"):
         select_backend(CPU, torch.bfloat16, "flash")
     with pytest.raises(UnsupportedFeature, match="native"):
-        select_backend(CPU, torch.bfloat16, "native")
+        select_backend(CPU, torch.float16, "native")
     with pytest.raises(InvalidArgument, match="'fast'.*auto"):
         select_backend(CPU, torch.bfloat16, "fast")
 

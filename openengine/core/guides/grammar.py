@@ -103,6 +103,8 @@ def _is_plain(language: Language) -> bool:
 def _regex(language: Language) -> str:
     if language.is_chars:
         return _class(language)
+    if language == EPSILON:
+        return "(?:)"  # an empty pattern would begin a comment
     if language.kind == "concat":
         return "".join(map(_grouped, language.parts))
     if language.kind == "union":

@@ -19,6 +19,7 @@ from openengine.core.guides.language import (
     concat,
     intersect,
     literal,
+    matches,
     repeat,
     union,
 )
@@ -37,10 +38,20 @@ COMMA: Final = concat(literal(","), _GAP)
 _COLON = concat(literal(":"), _SPACE)
 _QUOTE = literal('"')
 
-_SHORT = {0x08: "\\b", 0x09: "\\t", 0x0A: "\\n", 0x0C: "\\f", 0x0D: "\\r", 0x22: '\\"', 0x5C: "\\\\"}
+_SHORT = {0x08: "b", 0x09: "t", 0x0A: "n", 0x0C: "f", 0x0D: "r", 0x22: '"', 0x5C: "\\"}
 _RAW = chars([(0x20, 0x21), (0x23, 0x5B), (0x5D, 0x10FFFF)])
-_ESCAPED = {code: literal(_SHORT.get(code, f"\\u{code:04x}")) for code in (*range(0x20), 0x22, 0x5C)}
-_CHAR = union(_RAW, *_ESCAPED.values())
+
+
+def _escapes(wanted: Language) -> Language:
+    """The escapes of those characters of `wanted` that cannot be written as they are."""
+    codes = [code for code in (*range(0x20), 0x22, 0x5C) if matches(wanted, chr(code))]
+    short = chars((ord(_SHORT[code]),) * 2 for code in codes if code in _SHORT)
+    long = [f"{code:02x}" for code in codes if code not in _SHORT]
+    high = [concat(literal(first), chars((ord(t[1]),) * 2 for t in long if t[0] == first)) for first in "01"]
+    return concat(literal("\\"), union(short, concat(literal("u00"), union(*high))))
+
+
+_CHAR = union(_RAW, _escapes(ANY_CHAR))
 
 
 def _any_escape() -> Language:
@@ -88,8 +99,7 @@ class _Writer:
 
     def _write(self, language: Language) -> Language:
         if language.is_chars:
-            escapes = [text for code, text in _ESCAPED.items() if any(a <= code <= b for a, b in language.parts)]
-            return union(intersect(language, _RAW), *escapes)
+            return union(intersect(language, _RAW), _escapes(language))
         if language == ANY_TEXT:
             return _VALID
         parts = [self.write(part) for part in language.parts]

@@ -12,6 +12,8 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from typing import Final
 
+from openengine.core.guides.work import Work
+
 __all__ = [
     "ANY_CHAR",
     "ANY_TEXT",
@@ -38,7 +40,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 _LAST = 0x10FFFF
 _SURROGATES = (0xD800, 0xDFFF)
-_DEFAULT_BUDGET = 4000
+_DEFAULT_BUDGET = 1500
 
 
 class TooComplex(Exception):
@@ -295,12 +297,12 @@ def matches(language: Language, text: str) -> bool:
     return language.has_empty
 
 
-def is_empty(language: Language, *, budget: int = _DEFAULT_BUDGET) -> bool:
+def is_empty(language: Language, work: Work, *, budget: int = _DEFAULT_BUDGET) -> bool:
     """Whether no text belongs to `language`. Raises TooComplex after `budget` states."""
-    return sample(language, budget=budget) is None
+    return sample(language, work, budget=budget) is None
 
 
-def sample(language: Language, *, budget: int = _DEFAULT_BUDGET) -> str | None:
+def sample(language: Language, work: Work, *, budget: int = _DEFAULT_BUDGET) -> str | None:
     """Some text of `language`, None when there is none. Raises TooComplex after `budget` states."""
     if language.has_empty:
         return ""
@@ -309,6 +311,7 @@ def sample(language: Language, *, budget: int = _DEFAULT_BUDGET) -> str | None:
     while pending:
         state = pending.pop()
         for char in representatives(state):
+            work.tick()
             following = state.after(char)
             if following == EMPTY or following in came_from:
                 continue
@@ -329,8 +332,8 @@ def _path(came_from: dict[Language, tuple[Language, int] | None], state: Languag
     return "".join(reversed(text))
 
 
-def first_chars(language: Language) -> Language:
+def first_chars(language: Language, work: Work) -> Language:
     """The characters that texts of `language` begin with (those of texts that are not empty)."""
     cuts = representatives(language)
     ends = [*(low - 1 for low in cuts[1:]), _LAST]
-    return chars((low, high) for low, high in zip(cuts, ends, strict=True) if not is_empty(language.after(low)))
+    return chars((low, high) for low, high in zip(cuts, ends, strict=True) if not is_empty(language.after(low), work))

@@ -2,6 +2,9 @@
 
 Integers are written without fraction and exponent. Other numbers may have both; where bounds, multiples or exclusions
 apply, an exponent is written as Python and JavaScript write it, and only where they do: `1.5e-07`, `1e+16`.
+
+Whoever reads a number may round it to a float, and must still find it within its bounds. So a number outside an open
+bound, an excluded number and a whole number where none may be are avoided to 15 significant digits, which floats keep.
 """
 
 from __future__ import annotations
@@ -33,14 +36,21 @@ _NATURAL = union(literal("0"), concat(_NONZERO, _DIGITS))
 _FRACTION = concat(literal("."), repeat(_DIGIT, 1, None))
 _SIGN = repeat(_MINUS, 0, 1)
 _ZEROS = repeat(literal("0"), 0, None)
-_EXPONENT = concat(chars([(0x45, 0x45), (0x65, 0x65)]), repeat(chars([(0x2B, 0x2B), (0x2D, 0x2D)]), 0, 1), repeat(_DIGIT, 1, 3))
+_EXPONENT = concat(
+    chars([(0x45, 0x45), (0x65, 0x65)]),
+    repeat(chars([(0x2B, 0x2B), (0x2D, 0x2D)]), 0, 1),
+    union(repeat(_DIGIT, 1, 2), concat(chars([(0x31, 0x32)]), _DIGIT, _DIGIT)),
+)
 _ANY_NUMBER = concat(_SIGN, _NATURAL, repeat(_FRACTION, 0, 1), repeat(_EXPONENT, 0, 1))
 _INTEGER = concat(_SIGN, _NATURAL)
 _PLAIN = concat(_NATURAL, repeat(_FRACTION, 0, 1))
+_MANTISSA = concat(_NONZERO, repeat(_FRACTION, 0, 1))
 _WHOLE = concat(_NATURAL, repeat(concat(literal("."), repeat(literal("0"), 1, None)), 0, 1))
 
 _LARGE_EXPONENT, _SMALL_EXPONENT = 16, -5  # where the shortest form of a float takes an exponent
 _MAX_EXPONENT, _MIN_EXPONENT = 308, -324
+_FLOAT_DIGITS = 15
+_TINY = Fraction(1, 10**300)
 _MAX_LISTED = 4096
 _MAX_SPELLED = 16  # a range of more integers is shorter by its digits
 
@@ -120,14 +130,49 @@ def number_texts(wanted: NumberRange) -> Language:
         return _ANY_NUMBER
     if wanted == NumberRange(is_integer=True):
         return _INTEGER
-    result = union(_side(wanted, negative=False), _side(wanted, negative=True))
+    bounds = wanted if wanted.is_integer else _closed(wanted)
+    result = union(_side(bounds, negative=False), _side(bounds, negative=True))
     if wanted.multiple_of == 1 and not wanted.is_integer:
         result = intersect(result, concat(_SIGN, _WHOLE))
     if wanted.is_integer is False:
-        result = intersect(result, complement(concat(_SIGN, union(_WHOLE, _scientific(None, None, small=False)))))
+        result = intersect(result, concat(_SIGN, union(_not_whole(), concat(_MANTISSA, _exponents(_MIN_EXPONENT, 0)))))
     for value in sorted(wanted.excluded):
-        result = intersect(result, complement(_all_texts(value)))
+        near = Fraction(0) if wanted.is_integer else _gap(value)
+        result = intersect(result, complement(_texts_near(value, near)))
     return result
+
+
+def _gap(value: Fraction) -> Fraction:
+    """A distance at which a float is told from `value`."""
+    if value == 0:
+        return _TINY
+    exponent = 0
+    while abs(value) >= Fraction(10) ** (exponent + 1):
+        exponent += 1
+    while abs(value) < Fraction(10) ** exponent:
+        exponent -= 1
+    return Fraction(10) ** (exponent + 1 - _FLOAT_DIGITS)
+
+
+def _closed(wanted: NumberRange) -> NumberRange:
+    if wanted.low is not None and wanted.low_open:
+        wanted = replace(wanted, low=wanted.low + _gap(wanted.low), low_open=False)
+    if wanted.high is not None and wanted.high_open:
+        wanted = replace(wanted, high=wanted.high - _gap(wanted.high), high_open=False)
+    return wanted
+
+
+def _not_whole() -> Language:
+    """Magnitudes without exponent that no float takes for a whole number."""
+    zeros, nines = (repeat(literal(digit), 0, None) for digit in "09")
+    forms = []
+    for width in range(1, _FLOAT_DIGITS - 1):
+        whole = _DIGIT if width == 1 else concat(_NONZERO, repeat(_DIGIT, width - 1, width - 1))
+        places = _FLOAT_DIGITS - width
+        short = intersect(repeat(_DIGIT, 1, places - 1), complement(zeros))
+        long = intersect(repeat(_DIGIT, places, places), complement(union(zeros, nines)))
+        forms.append(concat(whole, literal("."), union(short, concat(long, _DIGITS))))
+    return union(*forms)
 
 
 def texts_of(value: Fraction) -> Language:
@@ -159,11 +204,13 @@ def _decimal_text(value: Fraction) -> str | None:
     return ("-" if value < 0 else "") + text
 
 
-def _all_texts(value: Fraction) -> Language:
-    """Everything that denotes `value` among the texts with bounds."""
-    magnitude = abs(value)
-    exact = intersect(_at_least(magnitude, strictly=False, scientific=True), _at_most(magnitude, strictly=False))
-    return concat(_MINUS if value < 0 else EPSILON if value else _SIGN, exact)
+def _texts_near(value: Fraction, near: Fraction) -> Language:
+    """Everything that denotes `value` or a number less than `near` away from it, among the texts with bounds."""
+    if near:
+        around = NumberRange(low=value - near, low_open=True, high=value + near, high_open=True)
+    else:
+        around = NumberRange(low=value, high=value)
+    return union(_side(around, negative=False), _side(around, negative=True))
 
 
 # ---- bounds ----------------------------------------------------------------------------------------
@@ -238,17 +285,14 @@ def _scientific(bound: Fraction | None, strictly: bool | None, *, small: bool) -
 
     small: whether negative exponents, which never give a whole number, belong to it.
     """
-    first = _NONZERO
-    rest = repeat(concat(literal("."), repeat(_DIGIT, 1, None)), 0, 1)
-    mantissa = concat(first, rest)
     lowest = _MIN_EXPONENT if small else _LARGE_EXPONENT
     if bound is None or bound == 0:
-        return concat(mantissa, _exponents(lowest, _MAX_EXPONENT))
+        return concat(_MANTISSA, _exponents(lowest, _MAX_EXPONENT))
     exponent = len(str(int(bound))) - 1 if bound >= 1 else 0
     while bound < Fraction(10) ** exponent:
         exponent -= 1
-    above = concat(mantissa, _exponents(max(lowest, exponent + 1), _MAX_EXPONENT))
-    enough = intersect(mantissa, complement(_plain_at_most(bound / Fraction(10) ** exponent, strictly=not strictly)))
+    above = concat(_MANTISSA, _exponents(max(lowest, exponent + 1), _MAX_EXPONENT))
+    enough = intersect(_MANTISSA, complement(_plain_at_most(bound / Fraction(10) ** exponent, strictly=not strictly)))
     return union(above, concat(enough, _exponents(max(lowest, exponent), exponent)))
 
 

@@ -35,6 +35,7 @@ from openengine.core.guides.numbers import NumberRange
 from openengine.core.guides.regex import search
 from openengine.core.guides.schema_source import TYPES, Schema, SchemaDocument, unsupported
 from openengine.core.guides.schema_values import Validator, Value, type_of
+from openengine.core.guides.work import Work
 from openengine.errors import InvalidArgument
 
 __all__ = ["ArrayShape", "Contains", "Goal", "NumberShape", "ObjectShape", "Shape", "ShapeSolver", "StringShape", "Values"]
@@ -145,11 +146,14 @@ _STARTS: dict[str, _State] = {
 class ShapeSolver:
     """Works out shapes of the goals of one document, each once."""
 
-    def __init__(self, document: SchemaDocument) -> None:
+    def __init__(self, document: SchemaDocument, work: Work) -> None:
         self.document = document
+        self.work = work
         self._validator = Validator(document)
         self._shapes: dict[Goal, tuple[Shape, ...]] = {}
         self._may_hold: dict[tuple[Goal, str | None], bool] = {}
+        self._strings: dict[tuple[Schema, bool], list[_State]] = {}
+        self._empty: dict[Language, bool] = {}
         self._open: list[tuple[Schema, bool]] = []  # literals being expanded, to notice references that go in circles
 
     def shapes(self, goal: Goal) -> tuple[Shape, ...]:
@@ -178,6 +182,17 @@ class ShapeSolver:
                 found.extend(literal(value.content) for value in shape.values)
         return union(*found)
 
+    def surely_empty(self, language: Language) -> bool:
+        """Whether no string belongs to `language`; False when that would take too long to find out."""
+        known = self._empty.get(language)
+        if known is None:
+            try:
+                known = is_empty(language, self.work)
+            except TooComplex:
+                known = False
+            self._empty[language] = known
+        return known
+
     # ---- one goal, one type
 
     def _solve(self, goal: Goal, kind: str) -> list[Shape]:
@@ -194,7 +209,7 @@ class ShapeSolver:
             elif isinstance(state, _Object):
                 shapes.update(dict.fromkeys(self._finish_object(state)))
             elif isinstance(state, StringShape):
-                if not _surely_empty(state.language):
+                if not self.surely_empty(state.language):
                     shapes[state] = None
             elif isinstance(state, NumberShape):
                 if state.range.values() != []:
@@ -212,17 +227,25 @@ class ShapeSolver:
 
     def _refine(self, states: list[_State], schema: Schema, holds: bool) -> list[_State]:
         """The states that also meet (or do not meet) `schema`."""
+        self.work.tick()
         if not states:
             return []
         if isinstance(schema.content, bool):
             return states if schema.content is holds else []
+        if states[0].kind == "string" and states != [_STARTS["string"]]:
+            # Strings need no alternatives: what a schema asks of them is one language, worked out once.
+            alone = self._strings.get((schema, holds))
+            if alone is None:
+                alone = self._strings[schema, holds] = self._refine([_STARTS["string"]], schema, holds)
+            return _merged_strings(_both_strings(a, b) for a in states for b in alone)
         if (schema, holds) in self._open:
             raise unsupported(schema.at("$ref"), "$ref", "the schema refers to itself without anything in between")
         self._open.append((schema, holds))
         try:
-            return self._assert(states, schema) if holds else self._deny(states, schema)
+            new = self._assert(states, schema) if holds else self._deny(states, schema)
         finally:
             self._open.pop()
+        return _merged_strings(new) if states[0].kind == "string" else new
 
     def _assert(self, states: list[_State], schema: Schema) -> list[_State]:
         for rule in self._rules(schema):
@@ -240,7 +263,8 @@ class ShapeSolver:
     def _rules(self, schema: Schema) -> list[_Rule]:
         if "$ref" in schema and self.document.is_legacy:
             return [rule for rule in _RULES if "$ref" in rule.keywords]
-        return [rule for rule in _RULES if any(keyword in schema for keyword in rule.keywords)]
+        # Keywords in the order of the document, because that is the order of the members that they declare.
+        return list(dict.fromkeys(_RULE_OF[keyword] for keyword in (*_FIRST, *schema.content) if keyword in schema and keyword in _RULE_OF))
 
     def _apply(self, state: _State, schema: Schema, rule: _Rule, holds: bool) -> Iterable[_State]:
         if rule.kind is not None and state.kind != rule.kind:
@@ -313,13 +337,13 @@ class ShapeSolver:
                 for language, goal, is_matched in split:
                     parts.append((intersect(language, pattern), self.goal(goal, wanted), True))
                     parts.append((intersect(language, complement(pattern)), goal, is_matched))
-                split = [part for part in parts if not _surely_empty(part[0])]
+                split = [part for part in parts if not self.surely_empty(part[0])]
                 if len(split) > _MAX_CLASSES:
                     raise unsupported(*state.where, f"its patterns divide names into more than {_MAX_CLASSES} classes")
             classes = [(lang, goal if done else self.goal(goal, source.additional)) for lang, goal, done in split]
         merged: dict[Goal, list[Language]] = {}
         for language, goal in classes:
-            if not any(isinstance(schema.content, bool) for schema, _ in goal) and not _surely_empty(language):
+            if not any(isinstance(schema.content, bool) for schema, _ in goal) and not self.surely_empty(language):
                 merged.setdefault(goal, []).append(language)
         return tuple((union(*languages), goal) for goal, languages in merged.items())
 
@@ -691,6 +715,8 @@ _RULES = (
     _Rule(("oneOf",), None, ShapeSolver._one_of),
 )
 
+_RULE_OF = {keyword: rule for rule in _RULES for keyword in rule.keywords}
+_FIRST = ("type", "enum", "const")  # they leave the least to do for the others
 
 _NEVER: Goal = ((Schema(False, "", ""), True),)
 
@@ -699,7 +725,7 @@ def _goal_for(source: _Source, name: str) -> Goal:
     """What one source asks of the member `name`."""
     found = [goal for known, goal in source.properties if known == name]
     found += [goal for language, goal in source.patterns if matches(language, name)]
-    return tuple(literal for goal in found for literal in goal) if found else source.additional
+    return tuple(part for goal in found for part in goal) if found else source.additional
 
 
 def _counted(state: Any, low: int, high: int | None) -> list[Any]:
@@ -709,11 +735,25 @@ def _counted(state: Any, low: int, high: int | None) -> list[Any]:
     return [] if high is not None and high < low else [replace(state, low=low, high=high)]
 
 
-def _surely_empty(language: Language) -> bool:
-    try:
-        return is_empty(language)
-    except TooComplex:
-        return False
+def _both_strings(a: _State, b: _State) -> _State:
+    if isinstance(a, StringShape) and isinstance(b, StringShape):
+        return StringShape(intersect(a.language, b.language))
+    if isinstance(a, Values) and isinstance(b, Values):
+        return Values("string", tuple(value for value in a.values if value in b.values))
+    return a if isinstance(a, Values) else b
+
+
+def _merged_strings(states: Iterable[_State]) -> list[_State]:
+    values: dict[Value, None] = {}
+    languages = [EMPTY]
+    for state in states:
+        if isinstance(state, Values):
+            values.update(dict.fromkeys(state.values))
+        else:
+            languages.append(state.language)
+    language = union(*languages)
+    merged: list[_State] = [Values("string", tuple(values))] if values else []
+    return merged + ([StringShape(language)] if language != EMPTY else [])
 
 
 def _unique(items: Iterable[Any]) -> list[Any]:

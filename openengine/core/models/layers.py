@@ -23,7 +23,7 @@ from openengine.ops.embedding import Embedding
 from openengine.ops.linear import Linear, PackedPart
 from openengine.ops.native import NativeLibrary
 from openengine.ops.norm import HeadNorm, LayerNorm, RmsNorm
-from openengine.ops.rope import Rope, apply_rope_
+from openengine.ops.rope import Rope
 
 if TYPE_CHECKING:
     from openengine.ops.attention import AttentionBackend
@@ -48,22 +48,23 @@ class Attention:
     def __call__(self, x: Tensor, batch: ForwardBatch, angles: Sequence[Angles]) -> Tensor:
         """x [T, D] -> [T, D]. `angles` holds those of each rotary embedding of the model, maybe none."""
         config = self.config
-        num_rotated = config.num_heads + config.num_kv_heads
+        sizes = (config.num_heads, config.num_kv_heads)
         heads = self.qkv(x).view(x.shape[0], -1, config.head_dim)
-        qk, v = heads[:, :num_rotated], heads[:, num_rotated:]
-        if self.norm is not None:
-            qk = self.norm(qk)
-        if angles:
-            apply_rope_(qk, *angles[config.layer_ropes[self.layer]])
+        if self.norm is None:
+            q, k, v = heads.split_with_sizes((*sizes, config.num_kv_heads), 1)
+        else:
+            qk, v = heads.split_with_sizes((sum(sizes), config.num_kv_heads), 1)
+            q, k = self.norm(qk).split_with_sizes(sizes, 1)
         attended = self.backend.forward(
             self.layer,
-            qk[:, : config.num_heads],
-            qk[:, config.num_heads :],
+            q,
+            k,
             v,
             batch,
             scale=config.attention_scale,
             window=config.windows[self.layer],
             softcap=config.attention_softcap,
+            angles=angles[config.layer_ropes[self.layer]] if angles else None,
         )
         return self.out(attended)
 

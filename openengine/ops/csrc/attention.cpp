@@ -26,6 +26,10 @@ constexpr int CHUNK_MAX = 512;     // keys
 constexpr int PREFILL_CHUNK = 128;  // keys, so that a chunk's keys and values stay close to the core
 // Rows of a register block and vectors of sums: as many as there are registers for.
 constexpr int R_MAX = LANES == 16 ? 8 : 4, MAX_SUMS = LANES == 16 ? 16 : 8;
+constexpr int HEAD_DIM_MAX = 256;
+// Elements between rows of the workspace: constants, so that all rows have one base, and no power of two, so that they
+// do not compete for the same lines of the cache.
+constexpr int Q_STRIDE = HEAD_DIM_MAX + 16, P_STRIDE = CHUNK_MAX + 16;
 constexpr float LOG2_E = 1.44269504f;
 
 OE_INLINE int min_of(int a, int b) { return a < b ? a : b; }
@@ -69,43 +73,41 @@ struct Bfloat16 {
 
 // ---- matrix products: sum[r][c] += a[r][:] * b[:][c], C vectors of columns ----
 
-template <class T, int R, int C>
-OE_INLINE void multiply(vf (&sum)[R][C], const typename T::Factor* a, int a_stride, const uint32_t* const* b, int b_stride,
+template <class T, int A_STRIDE, int R, int C>
+OE_INLINE void multiply(vf (&sum)[R][C], const typename T::Factor* a, const uint32_t* const* b, int b_stride,
                         int steps) {
     for (int s = 0; s < steps; s++) {
         vu column[C];
         for (int c = 0; c < C; c++) column[c] = load_as<vu>(b[c] + (long)s * b_stride);
-        for (int r = 0; r < R; r++) T::template step<C>(sum[r], a + r * a_stride + s * T::PACKED, column);
+        for (int r = 0; r < R; r++) T::template step<C>(sum[r], a + r * A_STRIDE + s * T::PACKED, column);
     }
 }
 
 // Scores of R rows with `num_tiles` key tiles -> scores[r][16 * num_tiles].
 template <class T, int R, int C>
-OE_INLINE void score_columns(const typename T::Factor* q, int head_dim, const uint32_t* const* tiles, int first, float* scores,
-                             int stride) {
+OE_INLINE void score_columns(const typename T::Factor* q, int head_dim, const uint32_t* const* tiles, int first, float* scores) {
     constexpr int PER_TILE = TILE / LANES;
     const uint32_t* columns[C];
     for (int c = 0; c < C; c++) columns[c] = tiles[(first + c) / PER_TILE] + (first + c) % PER_TILE * LANES;
     vf sum[R][C] = {};
-    multiply<T, R, C>(sum, q, head_dim, columns, TILE, head_dim / T::PACKED);
+    multiply<T, Q_STRIDE>(sum, q, columns, TILE, head_dim / T::PACKED);
     for (int r = 0; r < R; r++)
-        for (int c = 0; c < C; c++) store(scores + r * stride + (first + c) * LANES, sum[r][c]);
+        for (int c = 0; c < C; c++) store(scores + r * P_STRIDE + (first + c) * LANES, sum[r][c]);
 }
 
 template <class T, int R>
-static void score(const typename T::Factor* q, int head_dim, const uint32_t* const* tiles, int num_tiles, float* scores,
-                  int stride) {
+static void score(const typename T::Factor* q, int head_dim, const uint32_t* const* tiles, int num_tiles, float* scores) {
     constexpr int C = R * 4 <= MAX_SUMS ? 4 : 2;
     int columns = num_tiles * (TILE / LANES), first = 0;
-    for (; first + C <= columns; first += C) score_columns<T, R, C>(q, head_dim, tiles, first, scores, stride);
+    for (; first + C <= columns; first += C) score_columns<T, R, C>(q, head_dim, tiles, first, scores);
     if constexpr (C == 4)
-        for (; first + 2 <= columns; first += 2) score_columns<T, R, 2>(q, head_dim, tiles, first, scores, stride);
-    for (; first < columns; first++) score_columns<T, R, 1>(q, head_dim, tiles, first, scores, stride);
+        for (; first + 2 <= columns; first += 2) score_columns<T, R, 2>(q, head_dim, tiles, first, scores);
+    for (; first < columns; first++) score_columns<T, R, 1>(q, head_dim, tiles, first, scores);
 }
 
 // Weighted values of R rows: out[r] = out[r] * keep[r] + (p[r] * values) * add[r], for the first `count` tokens.
 template <class T, int R, int C>
-OE_INLINE void weigh_columns(const typename T::Factor* p, int p_stride, const uint32_t* const* tiles, int count, int head_dim,
+OE_INLINE void weigh_columns(const typename T::Factor* p, const uint32_t* const* tiles, int count, int head_dim,
                              int first, float* out, const float* keep, const float* add) {
     vf sum[R][C] = {};
     int token = 0;
@@ -113,7 +115,7 @@ OE_INLINE void weigh_columns(const typename T::Factor* p, int p_stride, const ui
         const uint32_t* columns[C];
         for (int c = 0; c < C; c++) columns[c] = tiles[token / TILE] + (first + c) * LANES;
         int steps = min_of(TILE, count - token) / T::PACKED;
-        multiply<T, R, C>(sum, p + token, p_stride, columns, head_dim, steps);
+        multiply<T, P_STRIDE>(sum, p + token, columns, head_dim, steps);
     }
     if (count % T::PACKED) {
         // Half a unit: nobody may have written the other token's value, so it must not be multiplied.
@@ -123,7 +125,7 @@ OE_INLINE void weigh_columns(const typename T::Factor* p, int p_stride, const ui
             const uint32_t* tile = tiles[token / TILE] + token % TILE / T::PACKED * head_dim;
             column[c] = load_as<vu>(tile + (first + c) * LANES) & 0xffffu;
         }
-        for (int r = 0; r < R; r++) T::template step<C>(sum[r], p + r * p_stride + token, column);
+        for (int r = 0; r < R; r++) T::template step<C>(sum[r], p + r * P_STRIDE + token, column);
     }
     for (int r = 0; r < R; r++)
         for (int c = 0; c < C; c++) {
@@ -133,17 +135,17 @@ OE_INLINE void weigh_columns(const typename T::Factor* p, int p_stride, const ui
 }
 
 template <class T, int R>
-static void weigh(const typename T::Factor* p, int p_stride, const uint32_t* const* tiles, int count, int head_dim, float* out,
+static void weigh(const typename T::Factor* p, const uint32_t* const* tiles, int count, int head_dim, float* out,
                   const float* keep, const float* add) {
     constexpr int C = R * 4 <= MAX_SUMS ? 4 : 2;
     int columns = head_dim / LANES, first = 0;
     for (; first + C <= columns; first += C)
-        weigh_columns<T, R, C>(p, p_stride, tiles, count, head_dim, first, out, keep, add);
+        weigh_columns<T, R, C>(p, tiles, count, head_dim, first, out, keep, add);
     if constexpr (C == 4)
         for (; first + 2 <= columns; first += 2)
-            weigh_columns<T, R, 2>(p, p_stride, tiles, count, head_dim, first, out, keep, add);
+            weigh_columns<T, R, 2>(p, tiles, count, head_dim, first, out, keep, add);
     for (; first < columns; first++)
-        weigh_columns<T, R, 1>(p, p_stride, tiles, count, head_dim, first, out, keep, add);
+        weigh_columns<T, R, 1>(p, tiles, count, head_dim, first, out, keep, add);
 }
 
 // ---- softmax ----
@@ -236,10 +238,10 @@ OE_INLINE void fetch(const uint32_t* const* tiles, int count, int units) {
 template <class T>
 struct Workspace {
     int* positions;         // [rows], of the queries
-    typename T::Factor* q;  // [rows, head_dim]
+    typename T::Factor* q;  // [rows, Q_STRIDE]
     State state;
-    float* scores;          // [R_MAX, CHUNK_MAX]
-    typename T::Factor* p;  // [R_MAX, CHUNK_MAX]
+    float* scores;          // [R_MAX, P_STRIDE]
+    typename T::Factor* p;  // [R_MAX, P_STRIDE]
 };
 
 // Attend R rows from `row` on, and fetch the next chunk meanwhile.
@@ -251,15 +253,15 @@ static void attend_rows(const Workspace<T>& ws, const Chunk& chunk, const Chunk*
     if (count <= 0 || (window && positions[0] - window + 1 >= chunk.base + chunk.count)) return;
     const int num_tiles = (count + TILE - 1) / TILE, width = num_tiles * TILE;
     if (next) fetch(next->keys, next->count, TILE * head_dim / T::PACKED);
-    score<T, R>(ws.q + (long)row * head_dim, head_dim, chunk.keys, num_tiles, ws.scores, width);
+    score<T, R>(ws.q + (long)row * Q_STRIDE, head_dim, chunk.keys, num_tiles, ws.scores);
     float maxima[LANES], sums[LANES];
     for (int r = 0; r < R; r++) {
-        float* scores = ws.scores + r * width;
+        float* scores = ws.scores + r * P_STRIDE;
         if (scaling.softcap != 0.0f) cap(scores, width, scaling);
         const int last = positions[r] + 1 - chunk.base, first = window ? last - window : 0;
         if (first > 0 || last < width) hide(scores, width, first, max_of(0, min_of(last, width)));
         const float scale = scaling.softcap != 0.0f ? 1.0f : scaling.scale;
-        exponentiate(scores, ws.p + r * width, width, scale, maxima[r], sums[r]);
+        exponentiate(scores, ws.p + r * P_STRIDE, width, scale, maxima[r], sums[r]);
     }
     if (next) fetch(next->values, next->count, TILE * head_dim / T::PACKED);
     vf keep, add;
@@ -267,7 +269,7 @@ static void attend_rows(const Workspace<T>& ws, const Chunk& chunk, const Chunk*
     float keeps[LANES], adds[LANES];
     store(keeps, keep);
     store(adds, add);
-    weigh<T, R>(ws.p, width, chunk.values, count, head_dim, ws.state.values + (long)row * head_dim, keeps, adds);
+    weigh<T, R>(ws.p, chunk.values, count, head_dim, ws.state.values + (long)row * head_dim, keeps, adds);
 }
 
 template <class T>
@@ -297,8 +299,6 @@ OE_INLINE void rotate(const Stored* x, const float* cos, const float* sin, int r
         out[d + half] = b * cos[d + half] + a * sin[d + half];
     }
 }
-
-constexpr int HEAD_DIM_MAX = 256;
 
 // Where the cache keeps a tile of a head: the index of its first unit.
 OE_INLINE long tile_at(const AttentionStep& step, long block, int offset, int head, int unit) {
@@ -347,8 +347,8 @@ static Workspace<T> workspace_in(char* scratch, int rows, int head_dim) {
     ws.state.sum = ws.state.max + rows + LANES;
     ws.state.values = ws.state.sum + rows + LANES;
     ws.scores = ws.state.values + (long)rows * head_dim;
-    ws.p = (typename T::Factor*)(ws.scores + R_MAX * CHUNK_MAX);
-    ws.q = (typename T::Factor*)((float*)ws.p + R_MAX * CHUNK_MAX);
+    ws.p = (typename T::Factor*)(ws.scores + R_MAX * P_STRIDE);
+    ws.q = (typename T::Factor*)((float*)ws.p + R_MAX * P_STRIDE);
     return ws;
 }
 
@@ -359,7 +359,7 @@ OE_INLINE int rows_of_items(const AttentionStep& step) {
 
 static int64_t scratch_floats(const AttentionStep& step) {
     const int64_t rows = rows_of_items(step);
-    return up_to(int(rows + 2 * (rows + LANES) + 2 * rows * step.head_dim + 2 * R_MAX * CHUNK_MAX), 1024);
+    return up_to(int(rows + 2 * (rows + LANES) + rows * (step.head_dim + Q_STRIDE) + 2 * R_MAX * P_STRIDE), 1024);
 }
 
 OE_INLINE int64_t partial_floats(const AttentionStep& step) {
@@ -432,7 +432,7 @@ static void load_queries(const AttentionStep& step, const AttentionLayer& layer,
             const long angle = (long)(token + i) * layer.rotary_dim;
             rotate((const typename T::Stored*)layer.q + (long)(token + i) * layer.q_stride + (item.head * group + g) * head_dim,
                    layer.cos ? layer.cos + angle : nullptr, layer.sin + angle, layer.rotary_dim, head_dim, query);
-            for (int d = 0; d < head_dim; d += LANES) store(ws.q + (long)row * head_dim + d, load(query + d));
+            for (int d = 0; d < head_dim; d += LANES) store(ws.q + (long)row * Q_STRIDE + d, load(query + d));
             ws.positions[row] = span.position + i;
         }
 }
@@ -558,10 +558,10 @@ OE_EXPORT(attention_plan)(const AttentionStep* batch, AttentionPlan* plan) {
     plan->partial_bytes = partial_floats(step) * sizeof(float);
 }
 
-// Write a layer's keys and values to the cache and attend. The workspace holds what the plan says.
-OE_EXPORT(attention)(const AttentionStep* step, const AttentionPlan* plan, const AttentionLayer* layer, void* workspace) {
-    if (step->is_bfloat16)
-        run<Bfloat16>(*step, *plan, *layer, (char*)workspace);
+// Rotate, write a layer's keys and values to the cache, and attend.
+OE_EXPORT(attention)(const AttentionLayer* layer) {
+    if (layer->step->is_bfloat16)
+        run<Bfloat16>(*layer->step, *layer->plan, *layer, (char*)layer->workspace);
     else
-        run<Float32>(*step, *plan, *layer, (char*)workspace);
+        run<Float32>(*layer->step, *layer->plan, *layer, (char*)layer->workspace);
 }

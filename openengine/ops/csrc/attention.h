@@ -36,10 +36,13 @@ struct AttentionPlan {
     AttentionMerge* merges;
 };
 
-// One layer's tensors. Queries and keys are [num_tokens, heads, head_dim], rotated by the angles if there are any.
+// One layer's tensors. Queries, keys and values are [num_tokens, heads, head_dim] with their heads side by side.
 struct AttentionLayer {
+    const AttentionStep* step;
+    const AttentionPlan* plan;
+    void* workspace;  // as large as the plan says
     const void *q, *k, *v;
-    const float *cos, *sin;  // [num_tokens, rotary_dim], as ops/rope.py gives them
+    const float *cos, *sin;  // [num_tokens, rotary_dim], as ops/rope.py gives them; null: nothing is rotated
     void *keys, *values, *out;
     int32_t q_stride, k_stride, v_stride, rotary_dim;
     float scale, softcap;  // softcap 0: none

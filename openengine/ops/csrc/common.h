@@ -105,7 +105,16 @@ OE_INLINE void put(bf16* to, float x) { *to = narrow(x); }
 
 // ---- across lanes ----
 
-OE_INLINE vf larger(vf a, vf b) { return a > b ? a : b; }
+// a > b ? a : b, so b if one is NaN; what the instruction does, though compilers do not see it.
+OE_INLINE vf larger(vf a, vf b) {
+#if OE_LANES == 16
+    return bits_as<vf>(_mm512_max_ps(bits_as<__m512>(a), bits_as<__m512>(b)));
+#elif OE_LANES == 8
+    return bits_as<vf>(_mm256_max_ps(bits_as<__m256>(a), bits_as<__m256>(b)));
+#else
+    return a > b ? a : b;
+#endif
+}
 
 // Halves are combined until one lane is left, in the same order at every level.
 #if OE_LANES == 16

@@ -1,0 +1,381 @@
+"""A JSON Schema as rules of the backend's grammar.
+
+    text ─ SchemaDocument ─ ShapeSolver ─ goals that some value meets ─ one rule per goal
+
+Members of an object come in the order of their declaration, then those that are not declared. A goal that no value
+meets is left out wherever it is optional, so that no output can run into a dead end.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator
+from fractions import Fraction
+from typing import Any
+
+from openengine.core.guides.grammar import Grammar
+from openengine.core.guides.json_text import (
+    CLOSE_ARRAY,
+    CLOSE_OBJECT,
+    COMMA,
+    OPEN_ARRAY,
+    OPEN_OBJECT,
+    json_string,
+    key_of,
+)
+from openengine.core.guides.language import EMPTY, Language, intersect, literal, union
+from openengine.core.guides.numbers import NotRegular, NumberRange, number_texts, texts_of
+from openengine.core.guides.schema_arrays import ArrayMachine
+from openengine.core.guides.schema_shapes import (
+    ArrayShape,
+    Goal,
+    NumberShape,
+    ObjectShape,
+    Shape,
+    ShapeSolver,
+    StringShape,
+    Values,
+)
+from openengine.core.guides.schema_source import SchemaDocument, unsupported
+from openengine.core.guides.work import Work
+from openengine.errors import InvalidArgument
+
+__all__ = ["add_schema"]
+
+_MAX_GOALS = 20_000
+_MAX_WANTED = 3
+_MAX_STEP_DIGITS = 9
+
+
+def add_schema(grammar: Grammar, content: Any, work: Work) -> str:
+    """Add the rules of a JSON schema (as `parse_json` gives it); returns the symbol of its values.
+
+    Raises InvalidArgument naming a JSON pointer and keyword when it is malformed, unsupported, or no value meets it.
+    """
+    solver = ShapeSolver(SchemaDocument(content), work)
+    goal = solver.goal((solver.document.root, True))
+    writer = _Writer(grammar, solver, _Productive(solver, goal))
+    if not writer.productive.has(goal):
+        keywords = ", ".join(content) if isinstance(content, dict) else "false"
+        raise InvalidArgument(
+            f"no value meets the JSON schema at #: its keywords ({keywords:.200}) contradict each other",
+            details={"pointer": "", "keyword": next(iter(content)) if isinstance(content, dict) else "false"},
+        )
+    return writer.write(goal)
+
+
+class _Productive:
+    """The goals, of all that `root` leads to, that some finite value meets."""
+
+    def __init__(self, solver: ShapeSolver, root: Goal) -> None:
+        self._solver = solver
+        self._machines: dict[ArrayShape, ArrayMachine] = {}
+        self._users: dict[Goal, list[Goal]] = {root: []}
+        self._true: set[Goal] = set()
+        pending = [root]
+        for goal in pending:
+            for inner in dict.fromkeys(self._parts(goal)):
+                if inner not in self._users:
+                    self._users[inner] = []
+                    pending.append(inner)
+                    if len(pending) > _MAX_GOALS:
+                        raise InvalidArgument(f"the JSON schema is too large: it has more than {_MAX_GOALS} parts")
+                self._users[inner].append(goal)
+        # From the leaves up: a goal is looked at again each time one of its parts turns out to be productive.
+        while pending:
+            goal = pending.pop()
+            if goal not in self._true and any(map(self.shape_is, solver.shapes(goal))):
+                self._true.add(goal)
+                pending.extend(self._users[goal])
+
+    def has(self, goal: Goal) -> bool:
+        """Whether some value meets `goal`."""
+        return goal in self._true
+
+    def machine(self, shape: ArrayShape) -> ArrayMachine:
+        if shape not in self._machines:
+            self._machines[shape] = ArrayMachine(shape, self._solver)
+        return self._machines[shape]
+
+    def _parts(self, goal: Goal) -> Iterator[Goal]:
+        for shape in self._solver.shapes(goal):
+            if isinstance(shape, ArrayShape):
+                if shape.contains or shape.unique:
+                    yield from self.machine(shape).goals
+                else:
+                    yield from shape.prefix if shape.high is None else shape.prefix[: shape.high]
+                    if shape.high is None or shape.high > len(shape.prefix):
+                        yield shape.items
+            elif isinstance(shape, ObjectShape):
+                yield from (inner for _, inner, _ in shape.declared)
+                yield from (inner for _, inner in shape.others)
+
+    def shape_is(self, shape: Shape) -> bool:
+        """Whether some value has this shape."""
+        if isinstance(shape, ArrayShape):
+            if shape.contains or shape.unique:
+                return self.machine(shape).is_productive(self.has)
+            return self.max_items(shape) is None or self.max_items(shape) >= shape.low
+        if isinstance(shape, ObjectShape):
+            if not all(self.has(goal) for _, goal, is_required in shape.declared if is_required):
+                return False
+            declared = sum(self.has(goal) for _, goal, _ in shape.declared)
+            others = [language for language, goal in shape.others if self.has(goal)]
+            if not all(any(not self._solver.surely_empty(intersect(wanted, each)) for each in others) for wanted in shape.some):
+                return False
+            required = sum(is_required for _, _, is_required in shape.declared) + bool(shape.some)
+            return (shape.high is None or required <= shape.high) and (bool(others) or declared >= shape.low)
+        return True
+
+    def max_items(self, shape: ArrayShape) -> int | None:
+        """How many items an array can have, None without end."""
+        for index, goal in enumerate(shape.prefix):
+            if not self.has(goal):
+                return index if shape.high is None else min(index, shape.high)
+        if not self.has(shape.items):
+            return len(shape.prefix) if shape.high is None else min(len(shape.prefix), shape.high)
+        return shape.high
+
+
+class _Writer:
+    """Writes one rule per goal."""
+
+    def __init__(self, grammar: Grammar, solver: ShapeSolver, productive: _Productive) -> None:
+        self._grammar = grammar
+        self._solver = solver
+        self.productive = productive
+        self._symbols: dict[Goal, str] = {}
+        self._pending: list[Goal] = []
+        symbol = grammar.symbol
+        self._comma = symbol(COMMA)
+        self._object = (symbol(OPEN_OBJECT), symbol(CLOSE_OBJECT))
+        self._array = (symbol(OPEN_ARRAY), symbol(CLOSE_ARRAY))
+
+    def write(self, root: Goal) -> str:
+        start = self._symbol(root)
+        while self._pending:
+            goal = self._pending.pop()
+            shapes = [shape for shape in self._solver.shapes(goal) if self.productive.shape_is(shape)]
+            alternatives = self._scalars(goal, shapes)
+            for shape in shapes:
+                if isinstance(shape, ArrayShape):
+                    alternatives.append(self._write_array(shape))
+                elif isinstance(shape, ObjectShape):
+                    alternatives.append(self._write_object(shape))
+            self._grammar.define(self._symbols[goal], alternatives)
+        return start
+
+    def _symbol(self, goal: Goal) -> str:
+        symbol = self._symbols.get(goal)
+        if symbol is None:
+            symbol = self._symbols[goal] = self._grammar.new_rule()
+            self._pending.append(goal)
+        return symbol
+
+    # ---- scalars and listed values
+
+    def _scalars(self, goal: Goal, shapes: Iterable[Shape]) -> list[str]:
+        texts: list[Language] = []
+        alternatives: list[str] = []
+        strings: list[Language] = []
+        for shape in shapes:
+            if isinstance(shape, StringShape):
+                strings.append(shape.language)
+            elif isinstance(shape, NumberShape):
+                try:
+                    texts.append(number_texts(shape.range))
+                except NotRegular:
+                    alternatives.append(self._multiples(shape.range, goal))
+            elif isinstance(shape, Values) and shape.kind == "string":
+                strings.extend(literal(value.content) for value in shape.values)
+            elif isinstance(shape, Values) and shape.kind in ("array", "object"):
+                alternatives.extend(self._value(value.content) for value in shape.values)
+            elif isinstance(shape, Values):
+                texts.extend(_scalar_text(value.content) for value in shape.values)
+        if strings:
+            texts.append(json_string(union(*strings)))
+        # Each kind of value keeps its own terminal where it is a large set: the backend knows such sets again.
+        alternatives.extend(self._grammar.symbol(text) for text in texts if text != EMPTY)
+        return alternatives
+
+    def _multiples(self, wanted: NumberRange, goal: Goal) -> str:
+        if wanted.excluded or wanted.is_integer is False:
+            schema = goal[0][0]
+            raise unsupported(schema.at("multipleOf"), "multipleOf", "it cannot be combined with excluded numbers")
+        if len(_digits(wanted.multiple_of)) > _MAX_STEP_DIGITS:
+            schema = goal[0][0]
+            raise unsupported(schema.at("multipleOf"), "multipleOf", f"it has more than {_MAX_STEP_DIGITS} digits")
+        content = [f'"type":"{"integer" if wanted.is_integer else "number"}"', f'"multipleOf":{_digits(wanted.multiple_of)}']
+        for name, bound, is_open in (("inimum", wanted.low, wanted.low_open), ("aximum", wanted.high, wanted.high_open)):
+            if bound is not None:
+                content.append(f'"{"exclusiveM" if is_open else "m"}{name}":{_digits(bound)}')
+        return self._grammar.rule([f"%json {{{','.join(content)}}}"])
+
+    def _value(self, value: Any) -> str:
+        if isinstance(value, list):
+            items = [self._value(item) for item in value]
+            return self._sequence(self._array, items)
+        if isinstance(value, dict):
+            members = [
+                f"{self._grammar.symbol(key_of(literal(name)))} {self._value(inner)}" for name, inner in value.items()
+            ]
+            return self._sequence(self._object, members)
+        return self._grammar.symbol(_scalar_text(value))
+
+    def _sequence(self, brackets: tuple[str, str], parts: list[str]) -> str:
+        return f"{brackets[0]} {f' {self._comma} '.join(parts)} {brackets[1]}"
+
+    # ---- arrays
+
+    def _write_array(self, shape: ArrayShape) -> str:
+        start, end = self._array
+        if shape.contains or shape.unique:
+            machine = self.productive.machine(shape)
+            return f"{start} {machine.write(self._grammar, self.productive.has, self._symbol, self._value, self._comma)} {end}"
+        high = self.productive.max_items(shape)
+        prefix = list(map(self._symbol, shape.prefix if high is None else shape.prefix[:high]))
+        more_low = max(shape.low - len(prefix), 0)
+        more_high = None if high is None else high - len(prefix)
+        if not prefix:
+            if more_high == 0:
+                return f"{start} {end}"
+            items = self._symbol(shape.items)
+            rest = _repeated(f"{self._comma} {items}", max(more_low - 1, 0), None if more_high is None else more_high - 1)
+            body = f"{items} {rest}"
+            return f"{start} {body} {end}" if more_low else f"{start} ({body})? {end}"
+        rest = ""
+        if more_high != 0:
+            rest = _repeated(f"{self._comma} {self._symbol(shape.items)}", more_low, more_high)
+        for index in range(len(prefix) - 1, 0, -1):
+            tail = f"{self._comma} {prefix[index]} {rest}"
+            rest = tail if index < shape.low else self._grammar.rule([tail, '""'])
+        body = f"{prefix[0]} {rest}"
+        return f"{start} {body} {end}" if shape.low else f"{start} ({body})? {end}"
+
+    # ---- objects
+
+    def _write_object(self, shape: ObjectShape) -> str:
+        declared = [(self._member(literal(name), goal), must) for name, goal, must in shape.declared if self.productive.has(goal)]
+        others = [(language, goal) for language, goal in shape.others if self.productive.has(goal)]
+        rest = self._grammar.rule([self._member(*each) for each in others]) if others else None
+        start, end = self._object
+        num_required = sum(must for _, must in declared)
+        is_bounded = shape.high is not None and (shape.high < len(declared) or bool(others))
+        if not is_bounded and shape.low <= num_required and not shape.some:
+            return f"{start} {self._free_members(declared, rest)} {end}"
+        return f"{start} {self._counted_members(shape, declared, others, rest)} {end}"
+
+    def _member(self, names: Language, goal: Goal) -> str:
+        return f"{self._grammar.symbol(key_of(names))} {self._symbol(goal)}"
+
+    def _free_members(self, declared: list[tuple[str, bool]], rest: str | None) -> str:
+        """Members without a bound on their number: after the first, each is optional or required on its own."""
+        comma = self._comma
+        tail = f"({comma} {rest})*" if rest else '""'
+        heads = [f"{rest} {tail}", '""'] if rest else ['""']
+        for index in range(len(declared) - 1, -1, -1):
+            member, must = declared[index]
+            head = f"{member} {tail}"
+            heads = [head] if must else [head, *heads]
+            if index:
+                tail = f"{comma} {member} {tail}" if must else f"({comma} {member})? {tail}"
+                # Earlier members share what follows; a rule of its own keeps the grammar's size linear.
+                if not all(must for _, must in declared[:index]):
+                    tail = self._grammar.rule([tail])
+        return heads[0] if len(heads) == 1 else self._grammar.rule(heads)
+
+    def _counted_members(
+        self, shape: ObjectShape, declared: list[tuple[str, bool]], others: list[tuple[Language, Goal]], rest: str | None
+    ) -> str:
+        """Members with their number between bounds, or with a name required of those that are not declared."""
+        wanted = self._wanted(shape, others, rest) if shape.some else None
+        known: dict[tuple[int, int], str | None] = {}
+
+        def after(index: int, count: int) -> str | None:
+            """A rule for the members from `index` on when `count` came before; None if there is no way on."""
+            if (index, count) not in known:
+                known[index, count] = None
+                options = at_end(count) if index == len(declared) else choose(index, count)
+                known[index, count] = self._grammar.rule(options) if options else None
+            return known[index, count]
+
+        def choose(index: int, count: int) -> list[str]:
+            member, must = declared[index]
+            options = []
+            if shape.high is None or count < shape.high:
+                more = after(index + 1, count + 1)
+                options += [] if more is None else [f"{self._comma if count else ''} {member} {more}"]
+            if not must and (more := after(index + 1, count)) is not None:
+                options.append(more)
+            return options
+
+        def at_end(count: int) -> list[str]:
+            low, high = max(shape.low - count, 0), None if shape.high is None else shape.high - count
+            if wanted is not None:
+                if low > 1 or high is not None:
+                    raise unsupported(*shape.where, "it bounds the number of members and requires an undeclared one")
+                return [f"{self._comma} {wanted}" if count else wanted]
+            if rest is None or high == 0:
+                return ['""'] if low == 0 else []
+            if low > 1:
+                raise unsupported(
+                    *shape.where, "it requires several members that are not declared, and their names could repeat"
+                )
+            item = f"{self._comma} {rest}"
+            if count:
+                return [_repeated(item, low, high)]
+            first = f"{rest} {_repeated(item, 0, None if high is None else high - 1)}"
+            return [first] if low else [first, '""']
+
+        start = after(0, 0)
+        assert start is not None, "unproductive shapes are left out before"
+        return start
+
+
+    def _wanted(self, shape: ObjectShape, others: list[tuple[Language, Goal]], rest: str | None) -> str:
+        """Undeclared members, among them one of each set of names in `shape.some`."""
+        if len(shape.some) > _MAX_WANTED:
+            raise unsupported(*shape.where, f"it asks for more than {_MAX_WANTED} undeclared members")
+        every = frozenset(range(len(shape.some)))
+        subsets = [frozenset(each) for size in range(1, len(every) + 1) for each in itertools.combinations(every, size)]
+        members: dict[frozenset[int], str] = {}
+        for subset in subsets:
+            named = [(intersect(language, *(shape.some[i] for i in subset)), goal) for language, goal in others]
+            found = [self._member(names, goal) for names, goal in named if not self._solver.surely_empty(names)]
+            if found:
+                members[subset] = self._grammar.rule(found)
+        after = {frozenset(): f"({self._comma} {rest})*"}
+        for missing in subsets:
+            options = [
+                f"{members[subset]} {after[missing - subset]}" if missing == subset else f"{members[subset]} {self._comma} {after[missing - subset]}"
+                for subset in members
+                if subset <= missing
+            ]
+            after[missing] = self._grammar.rule([f"({rest} {self._comma})* ({' | '.join(options)})"])
+        return after[every]
+
+
+def _repeated(part: str, low: int, high: int | None) -> str:
+    if high == 0:
+        return ""
+    if high is None:
+        return f"({part})*" if low == 0 else f"({part}){{{low},}}"
+    return f"({part}){{{low},{high}}}"
+
+
+def _scalar_text(value: Any) -> Language:
+    if isinstance(value, str):
+        return json_string(literal(value))
+    if value is None or isinstance(value, bool):
+        return literal(json.dumps(value))
+    return texts_of(Fraction(value))
+
+
+def _digits(value: Fraction) -> str:
+    """A decimal fraction in digits."""
+    places = 0
+    while (value * 10**places).denominator != 1:
+        places += 1
+    text = f"{int(abs(value) * 10**places):0{places + 1}d}"
+    return ("-" if value < 0 else "") + (f"{text[:-places]}.{text[-places:]}" if places else text)
