@@ -10,10 +10,12 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from openengine.core.config import EngineConfig
     from openengine.demo import demo_model
     from openengine.engine import Engine
     from openengine.errors import *
     from openengine.handle import EventStream, Handle
+    from openengine.options import build_request
     from openengine.service_types import *
     from openengine.task_types import *
     from openengine.tokenizer_types import *
@@ -62,6 +64,7 @@ __all__ = [
     "EmbeddingEncoding",
     "EmbeddingOutput",
     "Engine",
+    "EngineConfig",
     "EngineInfo",
     "EngineRole",
     "EventStream",
@@ -172,11 +175,19 @@ __all__ = [
     "UnsupportedFeature",
     "UnsupportedTask",
     "Usage",
+    "build_request",
     "demo_model",
 ]
 
 # Where the names live that are in none of the modules that offer values and errors.
-_HOMES = {"Engine": "engine", "EventStream": "handle", "Handle": "handle", "demo_model": "demo"}
+_HOMES = {
+    "Engine": "engine",
+    "EngineConfig": "core.config",
+    "EventStream": "handle",
+    "Handle": "handle",
+    "build_request": "options",
+    "demo_model": "demo",
+}
 _VALUES = ("errors", "types", "task_types", "service_types", "tokenizer_types")
 
 

@@ -7,52 +7,56 @@
 
 from __future__ import annotations
 
-import asyncio
-import copy
 import logging
 import os
-import threading
 import time
 import uuid
 import weakref
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from openengine import __version__
+from openengine.batches import arun_batch, cancel_and_wait, failed, named_item, run_batch
 from openengine.core.admission import Limits, RequestPreparer, as_token_ids, sampling_defaults
 from openengine.core.blocks import BlockManager
+from openengine.core.cache_key_service import CacheKeyService
 from openengine.core.cache_keys import root_key
 from openengine.core.config import EngineConfig
-from openengine.core.loader import Checkpoint, load_model, open_checkpoint
+from openengine.core.events import EventLog
 from openengine.core.loop import EngineLoop, LoopState
-from openengine.core.models import CausalLM
-from openengine.core.runner import KvPoolSize, ModelRunner, size_kv_pool
+from openengine.core.runner import ModelRunner
+from openengine.core.runtime_events import RuntimeEventBus
 from openengine.core.scheduler import Scheduler
 from openengine.core.sequence import SequenceGroup
-from openengine.core.tokenizer import Tokenizer
+from openengine.core.subscription import Subscription
+from openengine.core.tokenizer_service import TokenizerService
 from openengine.errors import (
     Draining,
     DuplicateRequest,
     InvalidArgument,
     ModelNotFound,
     OpenEngineError,
-    Overloaded,
     PreconditionFailed,
-    UnsupportedFeature,
 )
 from openengine.handle import EventStream, Handle
+from openengine.loading import LoadedModel, attributes, load, start_line
 from openengine.options import Prompt, batch_items, build_request, check_options, is_single_prompt, suggest
-from openengine.ops.attention import AttentionBackend, select_backend
-from openengine.ops.kv_cache import KvCache, KvSpec
-from openengine.progress import progress_bar
+from openengine.service import Services
+from openengine.service_types import (
+    GetKvEventSourcesResponse,
+    KvConnectorInfo,
+    KvEventBatch,
+    ListLorasResponse,
+    LoadLoraResponse,
+    RuntimeEvent,
+    RuntimeEventType,
+    UnloadLoraResponse,
+)
+from openengine.tokenizer_types import CacheKeySpec, ComputeCacheKeysResponse, TokenizerArtifactChunk, TokenizerInfo
 from openengine.types import (
     AbortResponse,
-    AbortStatus,
     CandidateTokenSelectionMode,
     DrainResponse,
     DrainState,
@@ -65,6 +69,7 @@ from openengine.types import (
     HealthCheck,
     HealthResponse,
     HealthState,
+    KvSessionRef,
     LoadInfo,
     LogprobCapabilities,
     ModelInfo,
@@ -77,7 +82,6 @@ __all__ = ["Engine"]
 
 _log = logging.getLogger("openengine")
 _SCHEMA_RELEASE = "d0f29fec31f31db5cfd49cf3e0f67da84d10c709"  # source commit of the contract's revision 1
-_RETRY_S = 0.02  # between attempts of an event loop's batch to enter a full queue
 _PROBE_TIMEOUT_S = 60.0
 _PROBE_PRIORITY = 2**31 - 1
 _LOOP_TO_HEALTH = {
@@ -87,22 +91,6 @@ _LOOP_TO_HEALTH = {
     LoopState.DRAINING: HealthState.DRAINING,
     LoopState.STOPPED: HealthState.NOT_READY,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """Everything an engine is made of that comes from a checkpoint. `names`: those requests may use, canonical first."""
-
-    model: CausalLM
-    tokenizer: Tokenizer
-    backend: AttentionBackend
-    spec: KvSpec
-    pool: KvPoolSize
-    revision: str
-    names: tuple[str, ...]
-    eos_token_ids: tuple[int, ...]
-    generation_config: Mapping[str, Any]
-    load_seconds: float
 
 
 class Engine:
@@ -119,7 +107,7 @@ class Engine:
 
     def __init__(self, model_path: str | os.PathLike[str], *, progress: bool | None = None, **options: Any) -> None:
         config = _config(model_path, options)
-        self._wire(config, _load(config, progress))
+        self._wire(config, load(config, progress))
 
     def _wire(self, config: EngineConfig, loaded: LoadedModel) -> None:
         """Put the parts together and start the loop."""
@@ -128,12 +116,14 @@ class Engine:
         self._tokenizer = loaded.tokenizer
         self._model_names = loaded.names
         pool = loaded.pool
+        root = root_key(loaded.revision, loaded.tokenizer.fingerprint, pool.block_size)
+        kv_log = EventLog(config.event_buffer_size) if config.enable_prefix_cache and config.event_buffer_size else None
         blocks = BlockManager(
             pool.num_blocks,
             pool.block_size,
-            root_key=root_key(loaded.revision, loaded.tokenizer.fingerprint, pool.block_size),
+            root_key=root,
             enable_prefix_cache=config.enable_prefix_cache,
-            record_events=False,  # nobody can subscribe yet
+            record_events=kv_log is not None,
         )
         self._limits = Limits(
             model_names=loaded.names,
@@ -157,11 +147,14 @@ class Engine:
             max_queued_requests=config.max_queued_requests,
             num_threads=config.num_threads,
             instance_id=self._instance_id,
+            kv_log=kv_log,
+            runtime_events=RuntimeEventBus(self._instance_id),
         )
-        self._attributes = _attributes(loaded)
+        self._services = Services(self._loop, _tokenizer_service(loaded, config, root), kv_log)
+        self._attributes = attributes(loaded)
         self._loop.start()
         self._finalizer = weakref.finalize(self, self._loop.close)
-        _log.info("%s", _start_line(self._attributes))
+        _log.info("%s", start_line(self._attributes))
 
     # ---- generation ------------------------------------------------------------------------------
 
@@ -195,9 +188,9 @@ class Engine:
             except OpenEngineError as exc:
                 if on_error == "raise":
                     raise
-                return _failed(_request_id(prompts, options), exc)
+                return failed(_request_id(prompts, options), exc)
             except BaseException:
-                _cancel_and_wait([handle] if handle else [])
+                cancel_and_wait([handle] if handle else [])
                 raise
         results: dict[int, GenerationResult] = dict(
             self.as_completed(prompts, sampling, progress=progress, on_error=on_error, **options)
@@ -217,7 +210,8 @@ class Engine:
 
         Leaving the iteration early cancels what is still running.
         """
-        return self._run_batch(self._prepare_batch(prompts, sampling, on_error, options), on_error, progress)
+        items = self._prepare_batch(prompts, sampling, on_error, options)
+        return run_batch(self._admit, items, window=self._window, on_error=on_error, progress=progress)
 
     def chat(self, messages: Sequence[Any], sampling: SamplingParams | None = None, **options: Any) -> Any:
         """`generate(messages=messages)`: answer a chat, rendered with the model's own template."""
@@ -247,7 +241,8 @@ class Engine:
         """`generate` for an event loop, which stays free meanwhile. Cancelling the task cancels the requests."""
         prompts, options = self._with_messages(prompts, messages, options)
         if not is_single_prompt(prompts):
-            return await self._arun_batch(prompts, sampling, on_error, options)
+            items = self._prepare_batch(prompts, sampling, on_error, options)
+            return await arun_batch(self._admit, items, window=self._window, on_error=on_error)
         _check_on_error(on_error)
         check_options(sampling, options)
         handle = None
@@ -257,7 +252,7 @@ class Engine:
         except OpenEngineError as exc:
             if on_error == "raise":
                 raise
-            return _failed(_request_id(prompts, options), exc)
+            return failed(_request_id(prompts, options), exc)
         except BaseException:
             if handle is not None:
                 handle.cancel()
@@ -323,6 +318,7 @@ class Engine:
             schema_revision=1,
             minimum_client_revision=1,
             schema_release=_SCHEMA_RELEASE,
+            kv_connector=self.kv_connector_info(),
             attributes=self._attributes,
         )
 
@@ -358,11 +354,12 @@ class Engine:
             ),
             supports_lora=False,
             supports_multimodal=False,
+            tokenizer=self._services.tokenizer.capabilities(),
         )
 
-    def load_info(self) -> LoadInfo:
-        """The scheduler's load after the latest step."""
-        return self._loop.load
+    def load_info(self, *, include_per_rank: bool = False) -> LoadInfo:
+        """The scheduler's load after the latest step; `include_per_rank` adds it by data-parallel rank."""
+        return self._services.load(include_per_rank)
 
     def health(
         self, *, include_inference_probe: bool = False, model: str | None = None, role: EngineRole | None = None
@@ -383,19 +380,88 @@ class Engine:
         not_ready = [check for check in checks if check.state is HealthState.NOT_READY]
         return HealthResponse(HealthState.NOT_READY if not_ready else state, tuple(checks))
 
+    # ---- KV cache, events, tokenizer service: see service.py -------------------------------------
+
+    @property
+    def tokenizer_service(self) -> TokenizerService:
+        """The tokenizer in the contract's terms, with options, fingerprints and expectations."""
+        return self._services.tokenizer
+
+    def kv_events(
+        self, *, include_snapshot: bool = False, start_sequence_number: int = 0, data_parallel_ranks: Sequence[int] = ()
+    ) -> Subscription[KvEventBatch]:
+        """What enters and leaves the prefix cache, for `for` or `async for`, from now on; or from a kept sequence number on,
+        or after the present cache. Raises PreconditionFailed (off), InvalidArgument or OutOfRange."""
+        return self._loop.subscribe_kv_events(
+            include_snapshot=include_snapshot,
+            start_sequence_number=start_sequence_number,
+            data_parallel_ranks=data_parallel_ranks,
+        )
+
+    def runtime_events(self, types: Iterable[RuntimeEventType] = ()) -> Subscription[RuntimeEvent]:
+        """Steps, batches and the queue as they happen, of these types (all for none). A slow reader loses the oldest."""
+        return self._loop.runtime_events.subscribe(types)
+
+    def kv_connector_info(self) -> KvConnectorInfo:
+        """How KV state goes to other engines: an aggregated engine has no connector."""
+        return self._services.kv_connector_info()
+
+    def kv_event_sources(self, *, data_parallel_ranks: Sequence[int] = ()) -> GetKvEventSourcesResponse:
+        """Where others can read the KV events; nowhere before a server has called `advertise`."""
+        return self._services.kv_event_sources(data_parallel_ranks)
+
+    def advertise(self, host: str, port: int) -> None:
+        """Name the address at which a gRPC server offers this engine; discovery repeats it."""
+        self._services.advertise(host, port)
+
+    def tokenizer_info(self) -> TokenizerInfo:
+        """The tokenizer's identity, special tokens, files and default options."""
+        return self._services.tokenizer.info()
+
+    def tokenizer_artifacts(self, names: Sequence[str] = (), **options: Any) -> Iterator[TokenizerArtifactChunk]:
+        """The files that rebuild the tokenizer, in chunks; options as for `TokenizerService.artifacts`."""
+        return self._services.tokenizer.artifacts(names=names, **options)
+
+    def cache_key_spec(self) -> CacheKeySpec:
+        """What it takes to compute the prefix cache's keys elsewhere."""
+        return self._services.tokenizer.cache_key_spec()
+
+    def cache_keys(self, *, text: str | None = None, tokens: Sequence[int] | None = None, **options: Any) -> ComputeCacheKeysResponse:
+        """The keys of a prompt's full blocks; options as for `TokenizerService.cache_keys`."""
+        return self._services.tokenizer.cache_keys(text=text, tokens=tokens, **options)
+
+    # ---- what this engine does not do ------------------------------------------------------------
+
+    def embed(self, request: Any, **options: Any) -> Any:
+        """Raises UnsupportedTask: the model generates text, and so with `classify` and `score`."""
+        self._services.refuse_task("embed", request)
+
+    def classify(self, request: Any, **options: Any) -> Any:
+        self._services.refuse_task("classify", request)
+
+    def score(self, request: Any, *args: Any, **options: Any) -> Any:
+        self._services.refuse_task("score", request)
+
+    def load_lora(self, lora_name: str, source_path: str, *, lora_id: int | None = None) -> LoadLoraResponse:
+        """Raises UnsupportedTask: this engine serves no adapters, and so with `unload_lora` and `list_loras`."""
+        self._services.refuse_lora(starts_work=True)
+
+    def unload_lora(self, lora_name: str) -> UnloadLoraResponse:
+        self._services.refuse_lora()
+
+    def list_loras(self) -> ListLorasResponse:
+        self._services.refuse_lora()
+
     # ---- lifecycle -------------------------------------------------------------------------------
 
-    def abort(self, request_id: str | None = None, *, all_requests: bool = False) -> AbortResponse:
-        """Cancel one request, or every one. Its outputs end with `finish_reason="cancelled"`.
+    def abort(
+        self, request_id: str | None = None, *, kv_session: KvSessionRef | None = None, all_requests: bool = False
+    ) -> AbortResponse:
+        """Cancel one request, a KV session, or every request. Outputs end with `finish_reason="cancelled"`.
 
-        Raises InvalidArgument unless exactly one target is given, RequestNotFound for an unknown id.
+        Raises InvalidArgument unless exactly one target is given, RequestNotFound and KvSessionNotFound for unknown ones.
         """
-        if request_id is not None and not isinstance(request_id, str):
-            raise InvalidArgument(f"request_id must be a str, not {request_id!r:.80}")
-        if not isinstance(all_requests, bool) or all_requests == (request_id is not None) or request_id == "":
-            raise InvalidArgument("abort takes exactly one target: a non-empty request_id, or all_requests=True")
-        status = self._loop.abort_all() if request_id is None else self._loop.abort(request_id)
-        return AbortResponse(status)
+        return AbortResponse(self._services.abort(request_id, kv_session, all_requests))
 
     def drain(
         self,
@@ -436,7 +502,7 @@ class Engine:
 
     def close(self) -> None:
         """Cancel what runs, stop the loop and give the memory back. Calling it again does nothing."""
-        self._tokenizer = self._preparer = _Closed()
+        self._tokenizer = self._preparer = self._services.tokenizer = _Closed()
         self._finalizer()
         self._loop.close()  # a second caller waits for the first
 
@@ -470,7 +536,11 @@ class Engine:
             raise InvalidArgument(f"template_kwargs must be a mapping of names to values, not {template_kwargs!r:.80}")
         return self.apply_chat_template(messages, tools, **(template_kwargs or {})), options
 
-    def _admit(self, group: SequenceGroup, *, keep_events: bool, wait: bool = False) -> Handle:
+    @property
+    def _window(self) -> int:
+        return min(4 * self._config.max_num_seqs, self._config.max_queued_requests)
+
+    def _admit(self, group: SequenceGroup, *, keep_events: bool = False, wait: bool = False) -> Handle:
         handle = Handle(group, self._cancel, keep_events=keep_events)
         group.sink = handle
         try:
@@ -479,14 +549,6 @@ class Engine:
             handle.cancel()
             raise
         return handle
-
-    async def _aadmit(self, group: SequenceGroup) -> Handle:
-        """`_admit` that waits for room in the queue while the event loop runs on."""
-        while True:
-            try:
-                return self._admit(group, keep_events=False)
-            except Overloaded:
-                await asyncio.sleep(_RETRY_S)
 
     def _cancel(self, group: SequenceGroup) -> None:
         self._loop.abort_group(group)
@@ -509,8 +571,8 @@ class Engine:
                 items.append(group)
             except OpenEngineError as exc:
                 if on_error == "raise":
-                    raise _named_item(exc, index, len(prompts)) from exc
-                items.append(_failed(_request_id(prompt, options), exc))
+                    raise named_item(exc, index, len(prompts)) from exc
+                items.append(failed(_request_id(prompt, options), exc))
         return items
 
     def _check_unused(self, request_id: str, request_ids: set[str]) -> None:
@@ -522,84 +584,6 @@ class Engine:
                 f"request_id {request_id!r:.80} is in flight; wait for it to finish or choose another id"
             )
         request_ids.add(request_id)
-
-    @property
-    def _window(self) -> int:
-        """Requests of one batch in flight at a time: enough to keep every slot busy, and within the queue."""
-        return min(4 * self._config.max_num_seqs, self._config.max_queued_requests)
-
-    def _run_batch(
-        self, items: list[SequenceGroup | GenerationResult], on_error: str, progress: bool | None
-    ) -> Iterator[tuple[int, GenerationResult]]:
-        finished = _Finished()
-        pending: dict[int, Handle] = {}
-        position = 0
-        total = len(items)
-        with progress_bar(progress if total > 1 else False, total=total, desc="generating", unit="req") as bar:
-            try:
-                for count in range(total):
-                    while position < total and len(pending) < self._window:
-                        item, items[position] = items[position], None
-                        try:
-                            self._start_item(position, item, pending, finished, on_error)
-                        except OpenEngineError as exc:
-                            raise _named_item(exc, position, total) from exc
-                        position += 1
-                    index, result = finished.get()
-                    handle = pending.pop(index, None)
-                    if handle is not None:
-                        result = _result_or_error(handle, on_error)
-                    bar(count + 1, total)
-                    yield index, result
-            finally:
-                _cancel_and_wait(pending.values())
-
-    def _start_item(
-        self, index: int, item: SequenceGroup | GenerationResult, pending: dict[int, Handle], finished: _Finished, on_error: str
-    ) -> None:
-        if isinstance(item, GenerationResult):
-            finished.put(index, item)
-            return
-        try:
-            handle = self._admit(item, keep_events=False, wait=True)
-        except OpenEngineError as exc:
-            if on_error == "raise":
-                raise
-            finished.put(index, _failed(item.request_id, exc))
-            return
-        pending[index] = handle
-        handle.on_done(lambda: finished.put(index, None))
-
-    async def _arun_batch(
-        self, prompts: Iterable[Prompt], sampling: SamplingParams | None, on_error: str, options: dict[str, Any]
-    ) -> list[GenerationResult]:
-        items = self._prepare_batch(prompts, sampling, on_error, options)
-        window = asyncio.Semaphore(self._window)
-
-        async def run(item: SequenceGroup | GenerationResult) -> GenerationResult:
-            if isinstance(item, GenerationResult):
-                return item
-            async with window:
-                try:
-                    handle = await self._aadmit(item)
-                    try:
-                        return await handle.aresult()
-                    except asyncio.CancelledError:
-                        handle.cancel()
-                        raise
-                except OpenEngineError as exc:
-                    if on_error == "raise":
-                        raise
-                    return _failed(item.request_id, exc)
-
-        tasks = [asyncio.ensure_future(run(item)) for item in items]
-        try:
-            return list(await asyncio.gather(*tasks))
-        except BaseException:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            raise
 
     def _drain_reports(self, deadline_ms: int | None, abort_after_deadline: bool) -> Iterator[DrainResponse]:
         deadline = None if deadline_ms is None else time.monotonic() + deadline_ms / 1000
@@ -641,107 +625,31 @@ class Engine:
             raise ModelNotFound(f"model {model!r:.80} is not served; served are {', '.join(self._model_names)}")
 
 
+def _tokenizer_service(loaded: LoadedModel, config: EngineConfig, root: bytes) -> TokenizerService:
+    vocab_size = loaded.model.config.vocab_size
+    cache_keys = CacheKeyService(
+        model=loaded.names[0],
+        vocab_size=vocab_size,
+        block_size=loaded.pool.block_size,
+        root_key=root,
+        model_revision=loaded.revision,
+        tokenizer_fingerprint=loaded.tokenizer.fingerprint,
+    )
+    return TokenizerService(
+        loaded.tokenizer,
+        names=loaded.names,
+        vocab_size=vocab_size,
+        eos_token_ids=loaded.eos_token_ids,
+        cache_keys=cache_keys if config.enable_prefix_cache else None,
+        revision=loaded.revision,
+    )
+
+
 class _Closed:
     """Stands in for what a closed engine has given back."""
 
     def __getattr__(self, name: str) -> Any:
         raise PreconditionFailed("the engine is closed; create a new Engine")
-
-
-class _Finished:
-    """A queue of finished items that `get` waits on interruptibly."""
-
-    def __init__(self) -> None:
-        self._items: deque[tuple[int, GenerationResult | None]] = deque()
-        self._changed = threading.Condition()
-
-    def put(self, index: int, result: GenerationResult | None) -> None:
-        with self._changed:
-            self._items.append((index, result))
-            self._changed.notify()
-
-    def get(self) -> tuple[int, GenerationResult | None]:
-        with self._changed:
-            self._changed.wait_for(lambda: self._items)
-            return self._items.popleft()
-
-
-class _InThread:
-    """Runs `function` beside the caller; `result()` waits for it and raises what it raised."""
-
-    def __init__(self, function: Any) -> None:
-        self._value: Any = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(function,), daemon=True)
-        self._thread.start()
-
-    def _run(self, function: Any) -> None:
-        try:
-            self._value = function()
-        except BaseException as exc:
-            self._error = exc
-
-    def result(self) -> Any:
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._value
-
-
-def _load(config: EngineConfig, progress: bool | None) -> LoadedModel:
-    """Read a checkpoint; tokenizer and digest are computed beside the weights."""
-    started = time.monotonic()
-    checkpoint = open_checkpoint(config.model_path, progress=bool(progress))
-    device = _device(config.device)
-    dtype = _dtype(config.dtype, device)
-    model_config = checkpoint.config
-    backend = select_backend(
-        device, dtype, config.kernels, head_dim=model_config.head_dim, block_size=config.block_size
-    )
-    spec = KvSpec(model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, dtype, device)
-    tokenizer = _InThread(checkpoint.load_tokenizer)
-    revision = _InThread(lambda: checkpoint.revision)
-    with torch.inference_mode(), progress_bar(progress, desc=f"loading {checkpoint.path.name}", unit="B") as bar:
-        model = load_model(
-            checkpoint,
-            dtype=dtype,
-            device=device,
-            backend=backend,
-            max_model_len=config.max_model_len,
-            quantization=config.quantization,
-            kernels=config.kernels,
-            progress=bar,
-        )
-    return LoadedModel(
-        model=model,
-        tokenizer=tokenizer.result(),
-        backend=backend,
-        spec=spec,
-        pool=size_kv_pool(config, spec, model_config.max_position_embeddings, backend.block_size),
-        revision=revision.result(),
-        names=_model_names(config, checkpoint),
-        eos_token_ids=_eos_token_ids(checkpoint, tokenizer.result()),
-        generation_config=checkpoint.generation_config,
-        load_seconds=time.monotonic() - started,
-    )
-
-
-def _attributes(loaded: LoadedModel) -> dict[str, Any]:
-    pool = loaded.pool
-    return {
-        "architecture": loaded.model.config.architecture,
-        "device": str(loaded.spec.device),
-        "dtype": str(loaded.spec.dtype).removeprefix("torch."),
-        "kernels": loaded.backend.name,
-        "matrix_kernels": loaded.model.matrix_kernels,
-        "quantization": loaded.model.quantization,
-        "weight_bytes": loaded.model.num_bytes,
-        "kv_bytes": KvCache.bytes_per_block(loaded.spec, pool.block_size) * pool.num_blocks,
-        "kv_tokens": pool.num_tokens,
-        "kv_block_size": pool.block_size,
-        "max_model_len": pool.max_model_len,
-        "load_seconds": round(loaded.load_seconds, 3),
-    }
 
 
 def _config(model_path: str | os.PathLike[str], options: Mapping[str, Any]) -> EngineConfig:
@@ -754,45 +662,10 @@ def _config(model_path: str | os.PathLike[str], options: Mapping[str, Any]) -> E
     return EngineConfig(os.fspath(model_path), **options)
 
 
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as exc:
-        raise InvalidArgument(f"device {name!r} is unknown; use 'auto', 'cpu', 'cuda' or 'cuda:N'") from exc
-    if device.type not in ("cpu", "cuda"):
-        raise UnsupportedFeature(f"device {name!r} is not supported; use 'cpu' or 'cuda'")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UnsupportedFeature(f"device {name!r}: torch sees no GPU here; use device='cpu'")
-    return device
-
-
-def _dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        name = "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float32"
-    return getattr(torch, name)
-
-
-def _model_names(config: EngineConfig, checkpoint: Checkpoint) -> tuple[str, ...]:
-    names = (config.model_path, config.served_model_name, *config.aliases, checkpoint.path.name)
-    return tuple(dict.fromkeys(name for name in names if name))
-
-
-def _eos_token_ids(checkpoint: Checkpoint, tokenizer: Any) -> tuple[int, ...]:
-    """The checkpoint's own list; where it has none, the tokenizer's EOS token."""
-    if checkpoint.eos_token_ids:
-        return checkpoint.eos_token_ids
-    return () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-
-
-def _start_line(attributes: Mapping[str, Any]) -> str:
-    return (
-        f"{attributes['architecture']} in {attributes['dtype']} on {attributes['device']} ({attributes['kernels']} kernels): "
-        f"{attributes['weight_bytes'] / 2**20:.0f} MiB of weights, KV cache of {attributes['kv_tokens']} tokens "
-        f"({attributes['kv_bytes'] / 2**20:.0f} MiB), context {attributes['max_model_len']}, "
-        f"loaded in {attributes['load_seconds']:.1f} s"
-    )
+def _request_id(prompt: Any, options: Mapping[str, Any]) -> str:
+    """The id the caller gave, if it is one."""
+    request_id = prompt.request_id if isinstance(prompt, GenerateRequest) else options.get("request_id")
+    return request_id if isinstance(request_id, str) else ""
 
 
 def _check_on_error(on_error: str) -> None:
@@ -800,37 +673,3 @@ def _check_on_error(on_error: str) -> None:
         raise InvalidArgument(f"on_error must be 'raise' or 'return', not {on_error!r:.80}")
 
 
-def _result_or_error(handle: Handle, on_error: str) -> GenerationResult:
-    try:
-        return handle.result()
-    except OpenEngineError as exc:
-        if on_error == "raise":
-            raise
-        return _failed(handle.request_id, exc)
-
-
-def _failed(request_id: str, error: OpenEngineError) -> GenerationResult:
-    """A result in an error's place; a copy, because a raised error refers to frames and they to the engine."""
-    return GenerationResult(request_id=request_id, error=copy.copy(error))
-
-
-def _named_item(error: OpenEngineError, index: int, total: int) -> OpenEngineError:
-    named = copy.copy(error)
-    named.message = f"item {index} of {total}: {error.message}"
-    named.args = (named.message,)
-    return named
-
-
-def _request_id(prompt: Any, options: Mapping[str, Any]) -> str:
-    """The id the caller gave, if it is one."""
-    request_id = prompt.request_id if isinstance(prompt, GenerateRequest) else options.get("request_id")
-    return request_id if isinstance(request_id, str) else ""
-
-
-def _cancel_and_wait(handles: Iterable[Handle]) -> None:
-    """End these requests and wait until the loop has given back what they held."""
-    handles = list(handles)
-    for handle in handles:
-        handle.cancel()
-    for handle in handles:
-        handle.wait()

@@ -16,8 +16,9 @@ from typing import Any
 
 from openengine.core.output import ResultCollector
 from openengine.core.sequence import SequenceGroup
+from openengine.core.subscription import Waiter
 from openengine.errors import OpenEngineError
-from openengine.types import GenerateEvent, GenerationResult, Timing
+from openengine.types import GenerateEvent, GenerationResult, Timing, Usage
 
 __all__ = ["EventStream", "Handle"]
 
@@ -26,11 +27,13 @@ class Handle:
     """A running request. Iterate it (`for` or `async for`) for its events, or ask for `result()`; both work, in any order.
 
     Each event is delivered once, to whoever reads it first. An error of the engine is raised by both.
-    `cancel()` ends the request; its result then has `finish_reason="cancelled"`.
+    `cancel()` ends the request; its result then has `finish_reason="cancelled"`. `usage` is what a request used that
+    ended with an error; else the last event has it.
     """
 
     def __init__(self, group: SequenceGroup, cancel: Callable[[SequenceGroup], None], *, keep_events: bool = True) -> None:
         self.request_id = group.request_id
+        self.usage: Usage | None = None
         self._group: SequenceGroup | None = group
         self._cancel: Callable[[SequenceGroup], None] | None = cancel
         self._collector: ResultCollector | None = ResultCollector(
@@ -39,7 +42,7 @@ class Handle:
         self._events: deque[GenerateEvent] | None = deque() if keep_events else None
         self._changed = threading.Condition()
         self._on_done: Callable[[], None] | None = None
-        self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._waiters: list[Waiter] = []
         self._result: GenerationResult | None = None
         self._error: OpenEngineError | None = None
 
@@ -118,9 +121,14 @@ class Handle:
         with self._changed:
             if is_ready():
                 return
-            future = event_loop.create_future()
-            self._waiters.append((event_loop, future))
-        await future
+            waiter = (event_loop, event_loop.create_future())
+            self._waiters.append(waiter)
+        try:
+            await waiter[1]
+        finally:
+            with self._changed:
+                if waiter in self._waiters:  # cancelled
+                    self._waiters.remove(waiter)
 
     def _outcome(self) -> GenerationResult:
         if self._error is not None:
@@ -133,12 +141,14 @@ class Handle:
 
     def deliver(
         self, events: list[GenerateEvent], *, error: OpenEngineError | None, is_last: bool
-    ) -> list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]]:
+    ) -> list[Waiter]:
         """Take a step's events; returns who waits for them in event loops."""
         assert self._collector is not None and self._group is not None, "no event may follow the last"
         for event in events:
             self._collector.add(event)
         result = self._collector.result(timing=_timing(self._group)) if is_last and error is None else None
+        if error is not None:
+            self.usage = _usage(self._group)
         with self._changed:
             if self._events is not None:
                 self._events.extend(events)
@@ -169,6 +179,11 @@ def _timing(group: SequenceGroup) -> Timing:
         time_per_token_s=None if first is None or later < 1 else (now - first) / later,
         total_s=now - group.arrival_time,
     )
+
+
+def _usage(group: SequenceGroup) -> Usage:
+    completion = group.num_output_tokens
+    return Usage(group.num_prompt, completion, group.num_prompt + completion, group.num_cached_tokens)
 
 
 class EventStream:

@@ -73,7 +73,9 @@ def loop_threads() -> list[threading.Thread]:
 # ---- Must show 4: the same results, however many ask at once -------------------------------------
 
 
-def mixed_requests(engine, count: int, prompt_lens=(1, 3, 17, 40, 90), output_lens=(1, 4, 9, 16)) -> list[GenerateRequest]:
+def mixed_requests(
+    engine, count: int, prompt_lens=(1, 3, 17, 40, 90), output_lens=(1, 4, 9, 16)
+) -> list[GenerateRequest]:
     """Greedy requests of mixed prompt and output lengths, half of them beginning alike."""
     rng = random.Random(11)
     vocabulary = min(engine.model_info().max_context_length, 380)
@@ -242,7 +244,9 @@ def test_p9_of_two_requests_with_one_id_at_once_exactly_one_is_accepted(tmp_path
         assert len(handles) == 1 and len(handles[0].result(20).token_ids) == 40
 
         async def gather():
-            return await asyncio.gather(*(engine.agenerate("abc", request_id="y", **GREEDY) for _ in range(2)), return_exceptions=True)
+            return await asyncio.gather(
+                *(engine.agenerate("abc", request_id="y", **GREEDY) for _ in range(2)), return_exceptions=True
+            )
 
         assert [type(r).__name__ for r in asyncio.run(gather())] == ["GenerationResult", "DuplicateRequest"]
 
@@ -298,14 +302,27 @@ def by_drain(engine):
         engine.abort(all_requests=True)
 
 
-CALLS = [by_generate, by_generate_batch, by_stream, by_as_completed, by_agenerate, by_astream, by_waiting_for_room, by_drain]
+CALLS = [
+    by_generate,
+    by_generate_batch,
+    by_stream,
+    by_as_completed,
+    by_agenerate,
+    by_astream,
+    by_waiting_for_room,
+    by_drain,
+]
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
 def test_p11_ctrl_c_ends_the_call_and_its_requests_and_nobody_elses(tmp_path, call):
     options = {"max_num_seqs": 1, "max_queued_requests": 1} if call is by_waiting_for_room else {"max_num_seqs": 8}
     with scripted_engine(tmp_path, slow, ABC, **options) as engine:
-        other = None if call in (by_waiting_for_room, by_drain) else engine.submit("xyz", temperature=0, ignore_eos=True, max_tokens=30)
+        other = (
+            None
+            if call in (by_waiting_for_room, by_drain)
+            else engine.submit("xyz", temperature=0, ignore_eos=True, max_tokens=30)
+        )
         threading.Timer(0.1, _thread.interrupt_main).start()
         started = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
@@ -383,10 +400,21 @@ def gone(make) -> None:
 def test_del_alone_stops_the_thread_and_drops_the_model(tmp_path):
     def used():
         engine = scripted_engine(tmp_path, hashed(27), ABC)
-        kept = [engine.generate("abc", **GREEDY), engine.generate(["a", "b"], **GREEDY), asyncio.run(engine.agenerate("abc", **GREEDY))]
+        kept = [
+            engine.generate("abc", **GREEDY),
+            engine.generate(["a", "b"], **GREEDY),
+            asyncio.run(engine.agenerate("abc", **GREEDY)),
+        ]
         handle = engine.submit("abc", **GREEDY)
         stream = engine.stream("abc", **GREEDY)
-        kept += [handle.result(), list(stream), handle, stream, list(engine.as_completed(["a"], **GREEDY)), engine.load_info()]
+        kept += [
+            handle.result(),
+            list(stream),
+            handle,
+            stream,
+            list(engine.as_completed(["a"], **GREEDY)),
+            engine.load_info(),
+        ]
         engine.health(include_inference_probe=True)
         return engine, kept
 
@@ -460,7 +488,8 @@ def run_python(code: str, *arguments: object, timeout: float = 100) -> str:
     script = textwrap.dedent(prelude) + textwrap.dedent(code)
     done = subprocess.run(
         [sys.executable, "-c", script, *map(str, arguments)],
-        capture_output=True, text=True, timeout=timeout, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
+        capture_output=True, text=True, timeout=timeout, cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr and "Fatal" not in done.stderr, done.stderr
@@ -510,7 +539,8 @@ def test_a_forked_child_is_told_so_and_exits_while_the_parent_goes_on(tmp_path):
     next(iter(handle))
     child = os.fork()
     if not child:
-        calls = [lambda: engine.generate("a"), lambda: engine.generate(["a"]), lambda: engine.submit("a"), lambda: engine.stream("a"),
+        calls = [lambda: engine.generate("a"), lambda: engine.generate(["a"]), lambda: engine.submit("a"),
+                 lambda: engine.stream("a"),
                  lambda: asyncio.run(engine.agenerate("a")), engine.clear_prefix_cache, engine.drain,
                  lambda: engine.abort("x"), lambda: engine.abort(all_requests=True)]
         told = 0
@@ -600,7 +630,10 @@ def traffic_specs(rng: random.Random, count: int) -> list[tuple[list[int], dict]
     specs = []
     for _ in range(count):
         prompt = rng.choice(stems)[: rng.randint(0, 12)] + [rng.randrange(1, 27) for _ in range(rng.randint(1, 9))]
-        options = {"max_tokens": rng.choice([0, 1, 3, 8, 20, 40]), **rng.choice([{"temperature": 0}, {"seed": rng.randrange(9)}])}
+        options = {
+            "max_tokens": rng.choice([0, 1, 3, 8, 20, 40]),
+            **rng.choice([{"temperature": 0}, {"seed": rng.randrange(9)}]),
+        }
         for chance, extra in [
             (0.3, {"num_sequences": rng.choice([2, 3, 4])}),
             (0.3, {"stop": rng.choice(["e", ["ab", "q", "xyz"], ["t", "tu"]])}),
@@ -623,7 +656,9 @@ def traffic_specs(rng: random.Random, count: int) -> list[tuple[list[int], dict]
 
 def outcome(result) -> list:
     logprobs = [None if o.logprobs is None else o.logprobs.round(4).tolist() for o in result.outputs]
-    return [(o.token_ids, o.text, o.finish_reason, o.stop_match, p) for o, p in zip(result.outputs, logprobs, strict=True)]
+    return [
+        (o.token_ids, o.text, o.finish_reason, o.stop_match, p) for o, p in zip(result.outputs, logprobs, strict=True)
+    ]
 
 
 def random_traffic(engine, specs, expected, seed: int, actions: int) -> None:
@@ -671,7 +706,9 @@ def random_traffic(engine, specs, expected, seed: int, actions: int) -> None:
                     break
         elif action < 0.87:
             chosen = [rng.randrange(len(specs)) for _ in range(rng.randint(1, 4))]
-            for i, result in zip(chosen, asyncio.run(engine.agenerate([requested(*specs[i]) for i in chosen])), strict=True):
+            for i, result in zip(
+                chosen, asyncio.run(engine.agenerate([requested(*specs[i]) for i in chosen])), strict=True
+            ):
                 check_result(i, result)
         elif action < 0.92:
             engine.clear_prefix_cache()
@@ -702,10 +739,14 @@ def stream_when_there_is_room(engine, prompt, **options):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("enable_prefix_cache", [True, False])
-def test_random_traffic_on_a_tiny_pool_keeps_every_book_and_every_result(tmp_path, monkeypatch, request, enable_prefix_cache):
+def test_random_traffic_on_a_tiny_pool_keeps_every_book_and_every_result(
+    tmp_path, monkeypatch, request, enable_prefix_cache
+):
     soak = request.config.option.markexpr == "soak"
     specs = traffic_specs(random.Random(1), 60)
-    with scripted_engine(tmp_path / "big", hashed(27), ABC, eos_token_ids=(0,), num_kv_blocks=512, context=64) as engine:
+    with scripted_engine(
+        tmp_path / "big", hashed(27), ABC, eos_token_ids=(0,), num_kv_blocks=512, context=64
+    ) as engine:
         expected = [outcome(engine.generate(prompt, **options)) for prompt, options in specs]
 
     faults: list[BaseException] = []
@@ -733,7 +774,8 @@ def test_random_traffic_on_a_tiny_pool_keeps_every_book_and_every_result(tmp_pat
     with scripted_engine(tmp_path / "tiny", hashed(27), ABC, eos_token_ids=(0,), **options) as engine:
         actions = 2000 if soak else 60
         in_threads_for(
-            600 if soak else 90, *(lambda seed=seed: random_traffic(engine, specs, expected, seed, actions) for seed in range(4))
+            600 if soak else 90,
+            *(lambda seed=seed: random_traffic(engine, specs, expected, seed, actions) for seed in range(4)),
         )
         gc.collect()
         wait_until(lambda: load(engine) == (0, 0, 0))

@@ -128,7 +128,9 @@ ONE_PROMPT = {
     "array": np.array(ABCD),
     "uint8 array": np.array(ABCD, dtype=np.uint8),
     "list of numpy integers": [np.int16(i) for i in ABCD],
-    "request": GenerateRequest(token_ids=ABCD, sampling=SamplingParams(temperature=0.0), stopping=StoppingOptions(max_tokens=5)),
+    "request": GenerateRequest(
+        token_ids=ABCD, sampling=SamplingParams(temperature=0.0), stopping=StoppingOptions(max_tokens=5)
+    ),
 }
 
 
@@ -260,10 +262,17 @@ def test_keywords_fill_the_fields_of_every_option_group(engine):
     )  # fmt: skip
     assert result.request_id == "mine" and result.sampling.temperature == 0.0 and result.stopping.max_tokens == 3
     assert [c.stop_text or c.stop_token_id for c in result.stopping.conditions] == ["zz", "yy", 26]
-    assert [len(t.candidates) for t in result.tokens] == [2] * 3 and [len(t.candidates) for t in result.prompt] == [0, 1, 1, 1]
+    assert [len(t.candidates) for t in result.tokens] == [2] * 3 and [len(t.candidates) for t in result.prompt] == [
+        0,
+        1,
+        1,
+        1,
+    ]
 
 
-@pytest.mark.parametrize(("value", "candidates"), [(True, 0), (0, 0), (3, 3), (np.int64(2), 2), (False, None), (None, None)])
+@pytest.mark.parametrize(
+    ("value", "candidates"), [(True, 0), (0, 0), (3, 3), (np.int64(2), 2), (False, None), (None, None)]
+)
 def test_logprobs_takes_a_count_or_a_yes_or_no(engine, value, candidates):
     result = engine.generate("abcd", logprobs=value, prompt_logprobs=value, **GREEDY)
     if candidates is None:
@@ -283,7 +292,13 @@ def test_keywords_override_the_fields_of_sampling_params(engine):
     [("max_token", "max_tokens"), ("temprature", "temperature"), ("stop_strings", "stop"), ("n", "known are")],
 )
 def test_an_unknown_keyword_is_refused_with_a_suggestion_everywhere(engine, name, suggestion):
-    calls = [engine.generate, engine.submit, engine.stream, engine.astream, lambda *a, **k: asyncio.run(engine.agenerate(*a, **k))]
+    calls = [
+        engine.generate,
+        engine.submit,
+        engine.stream,
+        engine.astream,
+        lambda *a, **k: asyncio.run(engine.agenerate(*a, **k)),
+    ]
     for call in calls:
         with pytest.raises(InvalidArgument, match=f"{name}.*{suggestion}"):
             call("abc", **{name: 1})
@@ -316,7 +331,8 @@ BAD_OPTIONS = [
     *[{"min_tokens": v} for v in (-1, 1.0, "x")],
     {"min_tokens": 5, "max_tokens": 4},
     {"min_tokens": 1, "stop_token_ids": range(27)},
-    *[{"stop": v} for v in (5, [5], "", [""], b"x", [None], {"x": 1}, "\ud800", ["a", 1.5], np.array("x"), "x" * 65537)],
+    *[{"stop": v} for v in (5, [5], "", [""], b"x", [None], {"x": 1}, "\ud800", ["a", 1.5], np.array("x"))],
+    {"stop": "x" * 65537},
     {"stop": [f"{i:04}" for i in range(16385)]},
     *[{"stop_token_ids": v} for v in (-1, 27, 1.5, "5", [1.5], [True], True, [None], [[1]], {1: 2}, 2**80)],
     *[{"conditions": v} for v in ("x", ["x"], [StopCondition()], [StopCondition(stop_text="a", stop_token_id=1)], 5)],
@@ -329,8 +345,10 @@ BAD_OPTIONS = [
     {"logprobs": 2, "output_candidates": CandidateTokenSelection(top_n=1)},
     {"return_output_logprobs": 1},
     *[{"prompt_logprob_start": v, "prompt_logprobs": 1} for v in (-1, 4, 1.5)],
-    *[{"output_candidates": v} for v in ("x", 5, CandidateTokenSelection(), CandidateTokenSelection(top_n=1, token_ids=(1,)))],
-    *[{"output_candidates": CandidateTokenSelection(token_ids=v)} for v in ((), 5, "ab", (27,), (-1,), (True,), (1, 1), (1.5,))],
+    *[{"output_candidates": v} for v in ("x", 5, CandidateTokenSelection())],
+    {"output_candidates": CandidateTokenSelection(top_n=1, token_ids=(1,))},
+    *[{"output_candidates": CandidateTokenSelection(token_ids=v)} for v in ((), 5, "ab", (27,), (-1,), (True,))],
+    *[{"output_candidates": CandidateTokenSelection(token_ids=v)} for v in ((1, 1), (1.5,), (None,), np.array(1))],
     *[{"output_candidates": CandidateTokenSelection(all=v)} for v in (True, False)],
     {"output_candidates": CandidateTokenSelection(top_n=28)},
     {"output_candidates": CandidateTokenSelection(top_n=1), "return_output_logprobs": False},
@@ -482,16 +500,22 @@ def test_gen_10_the_tables_of_many_stop_texts_are_shared_by_all_outputs(engine):
 
 
 ODD_VALUES = [
-    None, True, 0, -1, 5, 10**30, 1.5, NAN, INF, "", "x", b"x", [], [1], ["x"], [None], (), {}, {"a": 1}, {1}, object(), int,
-    np.int8(3), np.uint64(2**64 - 1), np.float16(0.5), np.bool_(True), np.array(3), np.array([1, 2]), np.array([]), 1j, range(3),
-    iter([1]), SamplingParams(), StopCondition(stop_text="a"), CandidateTokenSelection(top_n=1), AllCandidates(), ...,
+    None, True, 0, -1, 5, 10**30, 1.5, NAN, INF, "", "x", b"x", [], [1], ["x"], [None], (), {}, {"a": 1}, {1},
+    object(), int, np.int8(3), np.uint64(2**64 - 1), np.float16(0.5), np.bool_(True), np.array(3), np.array([1, 2]), np.array([]),
+    1j, range(3), iter([1]), SamplingParams(), StopCondition(stop_text="a"), CandidateTokenSelection(top_n=1), AllCandidates(), ...,
 ]  # fmt: skip
-FIELDS = [(kind, field.name) for kind in (SamplingParams, StoppingOptions, ResponseOptions, KvOptions) for field in dataclasses.fields(kind)]
+FIELDS = [
+    (kind, field.name)
+    for kind in (SamplingParams, StoppingOptions, ResponseOptions, KvOptions)
+    for field in dataclasses.fields(kind)
+]
 
 
 @pytest.mark.parametrize(("kind", "name"), FIELDS, ids=lambda value: getattr(value, "__name__", value))
 def test_no_value_of_any_type_in_any_option_raises_anything_but_a_typed_error(engine, kind, name):
-    group = {SamplingParams: "sampling", StoppingOptions: "stopping", ResponseOptions: "response", KvOptions: "kv"}[kind]
+    group = {SamplingParams: "sampling", StoppingOptions: "stopping", ResponseOptions: "response", KvOptions: "kv"}[
+        kind
+    ]
     for value in ODD_VALUES:
         for call in (
             lambda v=value: engine.generate("abc", **{"max_tokens": 1, name: v}),
@@ -502,19 +526,26 @@ def test_no_value_of_any_type_in_any_option_raises_anything_but_a_typed_error(en
     assert load(engine) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("name", ["stop", "stop_token_ids", "logprobs", "prompt_logprobs", *(f.name for f in dataclasses.fields(GenerateRequest))])
+@pytest.mark.parametrize(
+    "name",
+    ["stop", "stop_token_ids", "logprobs", "prompt_logprobs", *(f.name for f in dataclasses.fields(GenerateRequest))],
+)
 def test_no_value_of_any_type_in_any_keyword_or_request_field_raises_anything_but_a_typed_error(engine, name):
     for value in ODD_VALUES:
         calls = [lambda v=value: engine.generate("abc", **{"max_tokens": 1, name: v})]
         if hasattr(GenerateRequest, name):
-            calls.append(lambda v=value: engine.generate(dataclasses.replace(GenerateRequest(prompt="abc"), **{name: v})))
+            calls.append(
+                lambda v=value: engine.generate(dataclasses.replace(GenerateRequest(prompt="abc"), **{name: v}))
+            )
         for call in calls:
             with contextlib.suppress(OpenEngineError):
                 assert call().finish_reason
     assert load(engine) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("messages", ["hi", [], [5], [{}], [{"role": "user"}], {"role": "user"}, 5, [{"role": 5, "content": "x"}]])
+@pytest.mark.parametrize(
+    "messages", ["hi", [], [5], [{}], [{"role": "user"}], {"role": "user"}, 5, [{"role": 5, "content": "x"}]]
+)
 def test_malformed_messages_are_refused(chatting, messages):
     for call in (chatting.chat, chatting.apply_chat_template, lambda m: chatting.submit(messages=m)):
         with pytest.raises(InvalidArgument):
@@ -622,8 +653,12 @@ def test_timing_parts_are_ordered(engine):
 def test_importing_the_package_imports_neither_torch_nor_an_option(tmp_path):
     import subprocess
 
-    code = "import sys, openengine; print(sorted({'torch', 'grpc', 'tokenizers', 'numpy', 'jinja2'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    code = (
+        "import sys, openengine; print(sorted({'torch', 'grpc', 'tokenizers', 'numpy', 'jinja2'} & set(sys.modules)))"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )
     assert set(openengine.__all__) <= set(dir(openengine))
 
 
@@ -633,7 +668,9 @@ def test_importing_the_package_imports_neither_torch_nor_an_option(tmp_path):
 def test_as_completed_yields_each_index_once_as_it_finishes(engine):
     lengths = [9, 2, 30, 1, 5]
     requests = [
-        GenerateRequest(token_ids=ABCD, stopping=StoppingOptions(max_tokens=n), sampling=SamplingParams(temperature=0.0))
+        GenerateRequest(
+            token_ids=ABCD, stopping=StoppingOptions(max_tokens=n), sampling=SamplingParams(temperature=0.0)
+        )
         for n in lengths
     ]
     found = list(engine.as_completed(requests))
@@ -673,7 +710,10 @@ def test_on_error_return_puts_each_error_in_its_place_with_its_id(engine):
             _ = results[1].text
     single = engine.generate("", on_error="return", request_id="one")
     assert isinstance(single.error, InvalidArgument) and single.request_id == "one"
-    assert asyncio.run(engine.agenerate(GenerateRequest(prompt="", request_id="two"), on_error="return")).request_id == "two"
+    assert (
+        asyncio.run(engine.agenerate(GenerateRequest(prompt="", request_id="two"), on_error="return")).request_id
+        == "two"
+    )
 
 
 @pytest.mark.parametrize("value", ["ignore", None, 5])
@@ -718,7 +758,9 @@ def test_gen_14_only_submit_raises_overloaded(tmp_path):
         assert caught.value.retryable and caught.value.retry_after_ms > 0
         with pytest.raises(Overloaded):
             engine.stream("ab")
-        waiting = [threading.Thread(target=engine.generate, args=(prompt,), kwargs=GREEDY) for prompt in ("ab", ["ab"] * 9)]
+        waiting = [
+            threading.Thread(target=engine.generate, args=(prompt,), kwargs=GREEDY) for prompt in ("ab", ["ab"] * 9)
+        ]
         waiting.append(threading.Thread(target=lambda: asyncio.run(engine.agenerate(["ab"] * 5, **GREEDY))))
         waiting.append(threading.Thread(target=lambda: asyncio.run(engine.agenerate("ab", **GREEDY))))
         for thread in waiting:
@@ -737,7 +779,14 @@ def test_gen_14_only_submit_raises_overloaded(tmp_path):
 
 @pytest.mark.parametrize("num_sequences", [1, 3])
 def test_str_a_stream_follows_the_grammar_and_joins_to_the_result(engine, num_sequences):
-    options = {"num_sequences": num_sequences, "seed": 3, "max_tokens": 20, "prompt_logprobs": 1, "logprobs": 1, "stop": "b"}
+    options = {
+        "num_sequences": num_sequences,
+        "seed": 3,
+        "max_tokens": 20,
+        "prompt_logprobs": 1,
+        "logprobs": 1,
+        "stop": "b",
+    }
     events = list(engine.stream("abcd", **options))
     check_stream(events, num_sequences, prompt_tokens=4)
     result = engine.generate("abcd", **options)
@@ -753,7 +802,10 @@ def test_str_15_the_first_token_arrives_before_the_last_is_made(gated):
     seen = []
     reader = threading.Thread(target=lambda: seen.extend(stream))
     reader.start()
-    gated.gate.script, original = (lambda history: (len(history) > 4 and held.wait(20), original(history))[1]), gated.gate.script
+    gated.gate.script, original = (
+        (lambda history: (len(history) > 4 and held.wait(20), original(history))[1]),
+        gated.gate.script,
+    )
     held = threading.Event()
     gated.gate.opened.set()
     wait_until(lambda: seen)
@@ -961,7 +1013,9 @@ def test_gen_01_every_request_without_an_id_gets_its_own(engine):
     assert len({r.request_id for r in results}) == 20
 
 
-@pytest.mark.parametrize("target", [{}, {"request_id": ""}, {"request_id": "x", "all_requests": True}, {"request_id": 5}, {"request_id": []}])
+@pytest.mark.parametrize(
+    "target", [{}, {"request_id": ""}, {"request_id": "x", "all_requests": True}, {"request_id": 5}, {"request_id": []}]
+)
 def test_abt_01_abort_takes_exactly_one_target(engine, target):
     with pytest.raises(InvalidArgument):
         engine.abort(**target)
@@ -975,7 +1029,9 @@ def test_abt_02_an_unknown_request_is_not_found(engine):
 def test_abt_04_07_08_aborting_a_running_and_a_queued_request_leaves_others_alone(tmp_path):
     gate = Gate()
     with scripted_engine(tmp_path, gate, ABC, max_num_seqs=2) as engine:
-        running, other = (engine.submit("abcd", request_id=name, num_sequences=1, **GREEDY) for name in ("run", "other"))
+        running, other = (
+            engine.submit("abcd", request_id=name, num_sequences=1, **GREEDY) for name in ("run", "other")
+        )
         assert gate.entered.wait(20)
         queued = engine.submit("abcd", request_id="queue", num_sequences=2, **GREEDY)
         assert engine.abort("run").status == "aborted" and engine.abort("queue").status == "aborted"
@@ -1196,7 +1252,10 @@ def test_ld_01_02_03_05_load_follows_reality(tmp_path):
         assert gate.entered.wait(20)
         assert engine.load_info().queued_requests == 5, "what was accepted shows at once, although a step runs"
         hold = threading.Event()
-        gate.script, original = (lambda history: (len(history) == 7 and hold.wait(20), original(history))[1]), gate.script
+        gate.script, original = (
+            (lambda history: (len(history) == 7 and hold.wait(20), original(history))[1]),
+            gate.script,
+        )
         gate.opened.set()
         wait_until(lambda: engine.load_info().running_tokens >= 10)
         busy = engine.load_info()
@@ -1243,7 +1302,11 @@ def test_mod_04_06_07_09_capabilities_are_what_works(engine):
     for options in ({"logprobs": top + 1}, {"prompt_logprobs": top + 1}, {"num_sequences": 65}):
         with pytest.raises(InvalidArgument):
             engine.generate("ab", **options)
-    assert generation.guided_decoding.supported is False and info.supports_lora is False and info.supports_multimodal is False
+    assert (
+        generation.guided_decoding.supported is False
+        and info.supports_lora is False
+        and info.supports_multimodal is False
+    )
 
 
 def test_served_name_and_aliases_name_the_model(tmp_path):
@@ -1264,7 +1327,9 @@ def test_tokenize_is_what_generate_runs_and_detokenize_takes_it_back(engine):
     assert [t.token_id for t in engine.generate("abc", prompt_logprobs=0, max_tokens=0).prompt] == letters("abc")
 
 
-@pytest.mark.parametrize("ids", [5, None, "abc", [1.5], [True], ["1"], [None], [-1], [27], [2**70], [[1]], np.array(1.0)])
+@pytest.mark.parametrize(
+    "ids", [5, None, "abc", [1.5], [True], ["1"], [None], [-1], [27], [2**70], [[1]], np.array(1.0)]
+)
 def test_tok_14_detokenize_refuses_what_is_no_token_id(engine, ids):
     with pytest.raises(InvalidArgument):
         engine.detokenize(ids)
@@ -1280,7 +1345,9 @@ def test_tokenize_refuses_what_is_no_text(engine, text):
 
 
 def scripted(directory, tokens, *, then=None, vocabulary=ABC, eos=(0,), **options):
-    return scripted_engine(directory, follow(*tokens, vocab_size=len(vocabulary), then=then), vocabulary, eos_token_ids=eos, **options)
+    return scripted_engine(
+        directory, follow(*tokens, vocab_size=len(vocabulary), then=then), vocabulary, eos_token_ids=eos, **options
+    )
 
 
 def test_stp_01_02_max_tokens_bounds_each_output_and_none_means_the_context(engine):
@@ -1354,9 +1421,7 @@ def test_stp_16_stops_never_match_the_prompt(tmp_path):
 def test_stp_17_each_output_stops_on_its_own(engine):
     result = engine.generate("ab", num_sequences=8, seed=2, stop_token_ids=letters("abc"), max_tokens=60)
     assert len({len(output.token_ids) for output in result.outputs}) > 2
-    assert result.usage.completion_tokens == sum(
-        len(o.token_ids) + (o.finish_reason == "stop") for o in result.outputs
-    )
+    assert result.usage.completion_tokens == sum(len(o.token_ids) + (o.finish_reason == "stop") for o in result.outputs)
 
 
 # ---- sampling parameters -------------------------------------------------------------------------
@@ -1423,7 +1488,9 @@ def test_an_engine_seed_reproduces_requests_in_their_order(tmp_path):
 # ---- prompt logprobs -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("prompt", "start", "unscored"), [("a", None, 1), ("abcd", None, 1), ("abcd", 0, 1), ("abcd", 1, 1), ("abcd", 3, 3)])
+@pytest.mark.parametrize(
+    ("prompt", "start", "unscored"), [("a", None, 1), ("abcd", None, 1), ("abcd", 0, 1), ("abcd", 1, 1), ("abcd", 3, 3)]
+)
 def test_lgp_09_10_13_prompt_tokens_before_the_start_are_listed_without_scores(engine, prompt, start, unscored):
     result = engine.generate(prompt, prompt_logprobs=2, prompt_logprob_start=start, **GREEDY)
     assert [t.token_id for t in result.prompt] == letters(prompt)
@@ -1675,6 +1742,10 @@ def test_an_engine_does_not_pickle_and_says_what_to_do(engine):
 
 
 def test_every_error_is_of_the_one_tree():
-    names = [n for n in openengine.__all__ if isinstance(getattr(openengine, n), type) and issubclass(getattr(openengine, n), Exception)]
+    names = [
+        n
+        for n in openengine.__all__
+        if isinstance(getattr(openengine, n), type) and issubclass(getattr(openengine, n), Exception)
+    ]
     assert all(issubclass(getattr(openengine, name), OpenEngineError) for name in names) and len(names) > 12
     assert KvOptions() == KvOptions()

@@ -65,7 +65,12 @@ def test_1_a_wrong_path(tmp_path):
     (tmp_path / "SmolLM2.gguf").write_bytes(b"")
     fails(ModelNotFound, str(tmp_path / "SmolLM.gguf"), "no such file", "did you mean", "SmolLM2.gguf",
           call=lambda: Engine(tmp_path / "SmolLM.gguf"))  # fmt: skip
-    fails(ModelNotFound, "/no/such/folder/model", "/no/such/folder does not exist", call=lambda: Engine("/no/such/folder/model"))
+    fails(
+        ModelNotFound,
+        "/no/such/folder/model",
+        "/no/such/folder does not exist",
+        call=lambda: Engine("/no/such/folder/model"),
+    )
     fails(InvalidArgument, "model_path", "path or a hub id", "None", call=lambda: Engine(None))
 
 
@@ -85,7 +90,13 @@ def test_3_an_unknown_architecture(tmp_path):
 
 
 def test_4_a_prompt_too_long(engine):
-    fails(InvalidArgument, "128 tokens", "max_model_len is 128", "shorten the prompt", call=lambda: engine.generate("a" * 128))
+    fails(
+        InvalidArgument,
+        "128 tokens",
+        "max_model_len is 128",
+        "shorten the prompt",
+        call=lambda: engine.generate("a" * 128),
+    )
     assert engine.generate("a" * 127).usage.total_tokens == 128
 
 
@@ -105,7 +116,13 @@ def test_6_an_unknown_keyword(engine):
 
 def test_7_a_bad_temperature(engine):
     for value in (-1, float("nan"), "hot"):
-        fails(InvalidArgument, "temperature", repr(value), ">= 0", call=lambda v=value: engine.generate("a", temperature=v))
+        fails(
+            InvalidArgument,
+            "temperature",
+            repr(value),
+            ">= 0",
+            call=lambda v=value: engine.generate("a", temperature=v),
+        )
 
 
 def test_8_a_closed_engine(engine):
@@ -115,7 +132,9 @@ def test_8_a_closed_engine(engine):
 
 def test_9_a_duplicate_id(engine):
     handle = engine.submit("a", request_id="mine", ignore_eos=True)
-    fails(DuplicateRequest, "'mine'", "in flight", "choose another id", call=lambda: engine.submit("b", request_id="mine"))
+    fails(
+        DuplicateRequest, "'mine'", "in flight", "choose another id", call=lambda: engine.submit("b", request_id="mine")
+    )
     handle.cancel()
 
 
@@ -187,9 +206,20 @@ def test_12_out_of_kv_memory(tmp_path):
         fails(RequestTooLarge, "31 tokens", "holds 16", "raise num_kv_blocks", call=lambda: engine.generate("a" * 30))
         result = engine.generate("abc", max_tokens=60, ignore_eos=True)
         assert result.usage.total_tokens == 16 and result.finish_reason == "length"
-    path = directory(tmp_path / "m", LLAMA, model__safetensors=safetensors(), tokenizer__json=(tmp_path / "tokenizer.json").read_bytes())
+    path = directory(
+        tmp_path / "m",
+        LLAMA,
+        model__safetensors=safetensors(),
+        tokenizer__json=(tmp_path / "tokenizer.json").read_bytes(),
+    )
     fails(InvalidArgument, "1000000000000 blocks", "bytes", "lower num_kv_blocks",
           call=lambda: Engine(path, num_kv_blocks=10**12))  # fmt: skip
-    fails(InvalidArgument, "max_model_len 9999", "context of 64", "lower it", call=lambda: Engine(path, max_model_len=9999))
+    fails(
+        InvalidArgument,
+        "max_model_len 9999",
+        "context of 64",
+        "lower it",
+        call=lambda: Engine(path, max_model_len=9999),
+    )
     with Engine(path, num_kv_blocks=8) as engine:  # the checkpoint is a good one
         assert len(engine.generate("abc", temperature=0, max_tokens=3).token_ids) == 3

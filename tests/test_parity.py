@@ -24,7 +24,7 @@ import torch
 
 from openengine import Engine, GenerationResult
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
 NUM_TOKENS = 64
 TOLERANCE = 1e-3

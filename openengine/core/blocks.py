@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from openengine.core.cache_keys import PROFILE, PROFILE_VERSION
 from openengine.types import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 
 __all__ = ["BlockManager"]
@@ -375,6 +376,8 @@ class BlockManager:
             lora_id=chain[0].lora_id,
             lora_name=chain[0].lora_name,
             extra_keys=extras if any(extras) else (),
+            kv_cache_spec_kind="full_attention",
+            cache_key_profile=f"{PROFILE}/{PROFILE_VERSION}",
         )
 
 

@@ -31,6 +31,7 @@ class EngineConfig:
     block_size: tokens per KV block; None asks the backend.  num_kv_blocks: size of the KV pool;
     None takes `kv_memory_fraction` of the memory that is free after loading (a quarter on a CPU,
     and there at most 4 GiB; 0.85 on a GPU), never more than max_num_seqs x max_model_len needs.
+    event_buffer_size: batches of KV events kept for replay and slow subscribers; 0 switches KV events off.
     kernels: "auto", "native", "torch" or "flash".
     default_sampling: used for what a request leaves open.  generation_config: whether the
     checkpoint's own generation_config.json comes after that.
@@ -54,6 +55,7 @@ class EngineConfig:
     num_kv_blocks: int | None = None
     kv_memory_fraction: float | None = None
     enable_prefix_cache: bool = True
+    event_buffer_size: int = 10000
     kernels: str = "auto"
     default_sampling: SamplingParams = SamplingParams()
     generation_config: bool = True
@@ -66,6 +68,9 @@ class EngineConfig:
         for name in ("num_threads", "max_model_len", "block_size", "num_kv_blocks"):
             if getattr(self, name) is not None:
                 _check_positive(name, getattr(self, name))
+        size = self.event_buffer_size
+        if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+            raise InvalidArgument(f"event_buffer_size must be an integer of at least 0, not {size!r}")
         if self.max_num_seqs > self.max_num_batched_tokens:
             raise InvalidArgument(
                 f"max_num_seqs {self.max_num_seqs} exceeds max_num_batched_tokens {self.max_num_batched_tokens}: a step "

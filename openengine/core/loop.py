@@ -26,11 +26,14 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from openengine.core.events import EventLog
 from openengine.core.memory import trim_allocator
 from openengine.core.output import Candidates, PromptTokens
 from openengine.core.runner import ModelRunner, StepResult
+from openengine.core.runtime_events import RuntimeEventBus
 from openengine.core.scheduler import Scheduler, StepPlan, TokenDelta
 from openengine.core.sequence import Sequence, SequenceGroup, SequenceState
+from openengine.core.subscription import Subscription, Waiter, wake
 from openengine.errors import (
     Draining,
     DuplicateRequest,
@@ -42,6 +45,7 @@ from openengine.errors import (
 )
 from openengine.ops import sampling
 from openengine.ops.sampling import TokenScores
+from openengine.service_types import KvEventBatch, RuntimeEventType
 from openengine.types import (
     AbortStatus,
     FinishReason,
@@ -70,12 +74,15 @@ class LoopState(enum.Enum):
 class Sink(Protocol):
     """Receives one request's events, in the loop thread."""
 
-    def deliver(self, events: list[GenerateEvent], *, error: OpenEngineError | None, is_last: bool) -> list[Any]:
-        """Take events; returns (event loop, future) pairs that wait for them. Must not block or raise."""
+    def deliver(self, events: list[GenerateEvent], *, error: OpenEngineError | None, is_last: bool) -> list[Waiter]:
+        """Take events; returns who waits for them in event loops. Must not block or raise."""
 
 
 class EngineLoop:
-    """Runs steps until closed. `scheduler` and `runner` belong to the loop thread from `start` on."""
+    """Runs steps until closed. `scheduler` and `runner` belong to the loop thread from `start` on.
+
+    `kv_log` is None where KV events are off; then `scheduler.blocks` records none.
+    """
 
     def __init__(
         self,
@@ -86,6 +93,8 @@ class EngineLoop:
         max_queued_requests: int,
         num_threads: int | None,
         instance_id: str,
+        kv_log: EventLog | None,
+        runtime_events: RuntimeEventBus,
     ) -> None:
         self._scheduler = scheduler
         self._runner: ModelRunner | None = runner
@@ -93,6 +102,8 @@ class EngineLoop:
         self._max_queued = max_queued_requests
         self._num_threads = num_threads
         self._instance_id = instance_id
+        self._kv_log = kv_log
+        self.runtime_events = runtime_events
         self.state = LoopState.STARTING
         self.num_steps = 0
         self._pid = os.getpid()
@@ -106,6 +117,7 @@ class EngineLoop:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._deliveries: dict[SequenceGroup, list[GenerateEvent]] = {}
         self._errors: dict[SequenceGroup, OpenEngineError] = {}
+        self._waiters: list[Waiter] = []  # readers of KV events, woken with the rest of the step
         self._load = self._snapshot()
         self._thread = threading.Thread(target=self._run, name="openengine-loop", daemon=True)
 
@@ -201,6 +213,20 @@ class EngineLoop:
             self._commands.put(run)
         return future.result()
 
+    def subscribe_kv_events(self, *, include_snapshot: bool = False, **place: Any) -> Subscription[KvEventBatch]:
+        """KV events as `EventLog.subscribe` gives them. Raises PreconditionFailed when they are off."""
+        self._check_process()
+        with self._changed:
+            self._check_open()
+            if self._kv_log is None:
+                raise PreconditionFailed(
+                    "KV events are off; create the engine with a prefix cache and an event_buffer_size above 0"
+                )
+            subscription = self._kv_log.subscribe(include_snapshot=include_snapshot, **place)
+            if include_snapshot:
+                self._commands.put(lambda: self._begin(subscription))
+        return subscription
+
     def stop_accepting(self) -> None:
         """Refuse new requests from now on; final."""
         self._check_process()
@@ -255,6 +281,9 @@ class EngineLoop:
                 if not self._scheduler.has_work:
                     self._contain(self._commands.get())
             self._contain(self._shut_down)
+        if self._kv_log is not None:
+            self._kv_log.close()
+        self.runtime_events.close()
         self._runner = None
         trim_allocator()
 
@@ -285,12 +314,15 @@ class EngineLoop:
     def _add(self, group: SequenceGroup) -> None:
         if not group.is_finished:  # a fault of the loop may have ended it before it began
             self._scheduler.add(group)
+            self._tell_queue(group, "enqueue")
 
     def _step(self) -> StepPlan:
         """The whole engine."""
         plan = self._scheduler.schedule()
         self._note_started(plan)
+        started = time.monotonic()
         result = self._execute(plan)
+        self._tell_forward_pass(plan, time.monotonic() - started)
         if result is not None:
             self._process(self._commit(plan, result))
         self.num_steps += 1
@@ -435,29 +467,66 @@ class EngineLoop:
 
         Books and load come first: whoever sees the end of a request finds both without it.
         """
+        self._record_changes()
         deliveries, self._deliveries = self._deliveries, {}
         errors, self._errors = self._errors, {}
         ended = {group for group in deliveries if group in errors or group.is_finished}
         for group in ended:
             self._close_books(group)
         self._load = self._snapshot(plan)
-        waiting: dict[Any, list[Any]] = {}
+        self._tell_batch(plan, len(ended))
+        waiters, self._waiters = [*self._waiters, *self.runtime_events.flush()], []
         for group, events in deliveries.items():
             error, is_last = errors.get(group), group in ended
-            for event_loop, future in group.sink.deliver(events, error=error, is_last=is_last):
-                waiting.setdefault(event_loop, []).append(future)
+            waiters += group.sink.deliver(events, error=error, is_last=is_last)
             if is_last:
                 # Over: its parts refer to one another and to the caller's engine, and must not outlive this.
                 group.sink, group.sequences = None, []
-        for event_loop, futures in waiting.items():
-            try:
-                event_loop.call_soon_threadsafe(_resolve, futures)
-            except RuntimeError:
-                pass  # the caller closed its event loop: nobody waits any more
+        wake(waiters)
         if ended:
             with self._changed:
                 self._num_undelivered -= sum(not group.is_probe for group in ended)
                 self._changed.notify_all()
+
+    # ---- KV and runtime events -------------------------------------------------------------------
+
+    def _begin(self, subscription: Subscription[KvEventBatch]) -> None:
+        self._record_changes()
+        self._kv_log.begin(subscription, self._scheduler.blocks.snapshot())
+
+    def _record_changes(self) -> None:
+        if self._kv_log is not None:
+            self._waiters += self._kv_log.append(self._scheduler.blocks.take_events())
+
+    def _tell_queue(self, group: SequenceGroup, action: str) -> None:
+        if RuntimeEventType.QUEUE in self.runtime_events.wanted and not group.is_probe:
+            attributes = {"action": action, "request_id": group.request_id, "queued_requests": self._num_queued}
+            self.runtime_events.emit(RuntimeEventType.QUEUE, attributes)
+
+    def _tell_forward_pass(self, plan: StepPlan, seconds: float) -> None:
+        if RuntimeEventType.FORWARD_PASS not in self.runtime_events.wanted or not plan.scheduled:
+            return
+        attributes = {
+            "step": self.num_steps,
+            "num_tokens": plan.num_tokens,
+            "prefill_sequences": len(plan.scheduled) - plan.num_decodes,
+            "decode_sequences": plan.num_decodes,
+            "duration_ms": f"{seconds * 1000:.3f}",
+        }
+        self.runtime_events.emit(RuntimeEventType.FORWARD_PASS, attributes)
+
+    def _tell_batch(self, plan: StepPlan | None, num_ended: int) -> None:
+        if RuntimeEventType.BATCH not in self.runtime_events.wanted:
+            return
+        num_admitted, num_preempted = (len(plan.admitted), len(plan.preempted)) if plan is not None else (0, 0)
+        if num_admitted or num_preempted or num_ended:
+            attributes = {
+                "admitted": num_admitted,
+                "preempted": num_preempted,
+                "ended": num_ended,
+                "running_requests": self._load.running_requests,
+            }
+            self.runtime_events.emit(RuntimeEventType.BATCH, attributes)
 
     # ---- books -----------------------------------------------------------------------------------
 
@@ -469,6 +538,7 @@ class EngineLoop:
                 with self._changed:
                     self._num_queued -= 1
                     self._changed.notify_all()
+                self._tell_queue(seq.group, "dequeue")
 
     def _close_books(self, group: SequenceGroup) -> None:
         with self._changed:
@@ -478,6 +548,8 @@ class EngineLoop:
             self._finished_ids[group.request_id] = None
             while len(self._finished_ids) > _REMEMBERED_IDS:
                 self._finished_ids.popitem(last=False)
+        if group.start_time is None:
+            self._tell_queue(group, "dequeue")
 
     def _snapshot(self, plan: StepPlan | None = None) -> LoadInfo:
         running = self._scheduler.running
@@ -498,9 +570,3 @@ class EngineLoop:
             prefill_batch_size=len(scheduled) - num_decodes,
             decode_batch_size=num_decodes,
         )
-
-
-def _resolve(futures: list[Any]) -> None:
-    for future in futures:
-        if not future.done():
-            future.set_result(None)

@@ -90,6 +90,11 @@ class TokenizerService:
         """The tokenizer's identity: "sha256:" and 64 hex digits, the same after a restart with the same files."""
         return self._tokenizer.fingerprint
 
+    @property
+    def vocab_size(self) -> int:
+        """Width of the model's output."""
+        return self._vocab_size
+
     @functools.cached_property
     def operations(self) -> tuple[TokenizerOperation, ...]:
         return tuple(op for op in TokenizerOperation if self._cache_keys or op not in _CACHE_KEY_OPERATIONS)
@@ -110,7 +115,7 @@ class TokenizerService:
 
     def info(self, *, model: str | None = None) -> TokenizerInfo:
         """Identity, special tokens, artifacts and defaults. The first call makes the artifacts (a second for large ones)."""
-        self._check_model(model)
+        self.check_model(model)
         tokenizer = self._tokenizer
         return TokenizerInfo(
             model=self._names[0],
@@ -149,7 +154,7 @@ class TokenizerService:
         Checks everything before it returns. Raises InvalidArgument for a name that is no plain file name or is repeated, and
         for chunks of no bytes; ArtifactNotFound for a name that is not listed in `info()`.
         """
-        self._check_model(model)
+        self.check_model(model)
         _check_file_names(names)
         _check_count("max_chunk_bytes", max_chunk_bytes, minimum=1)
         self._check_fingerprint(expected_fingerprint)
@@ -200,7 +205,7 @@ class TokenizerService:
         Raises InvalidArgument for an absent or too long text, a malformed option, or a text that spells a token which the
         model has not; UnsupportedFeature for an option that this tokenizer cannot honour.
         """
-        self._check_model(model)
+        self.check_model(model)
         options = _effective(options, _DEFAULT_TOKENIZE)
         side = _truncation_side(options.truncation_side)
         _check_count("max_tokens", options.max_tokens, minimum=0)
@@ -235,7 +240,7 @@ class TokenizerService:
         Raises InvalidArgument for ids that the model has not and malformed options; UnsupportedFeature for
         `clean_up_spaces`.
         """
-        self._check_model(model)
+        self.check_model(model)
         options = _effective(options, _DEFAULT_DETOKENIZE)
         ids = as_token_ids(token_ids)
         self._check_ids(ids)
@@ -268,7 +273,7 @@ class TokenizerService:
 
     def cache_key_spec(self, *, model: str | None = None) -> CacheKeySpec:
         """What a client needs to compute the keys itself."""
-        self._check_model(model)
+        self.check_model(model)
         return self._key_service(TokenizerOperation.CACHE_KEY_SPEC).spec
 
     def cache_keys(
@@ -287,7 +292,7 @@ class TokenizerService:
         Raises InvalidArgument for none or both of the inputs and for a context that no request here can have; UnsupportedTask
         and LoraNotFound for adapters.
         """
-        self._check_model(model)
+        self.check_model(model)
         keys = self._key_service(TokenizerOperation.COMPUTE_CACHE_KEYS)
         if (text is None) == (tokens is None):
             raise InvalidArgument("cache keys take exactly one of text and tokens")
@@ -305,7 +310,8 @@ class TokenizerService:
 
     # ---- checks ----------------------------------------------------------------------------------
 
-    def _check_model(self, model: str | None) -> None:
+    def check_model(self, model: str | None) -> None:
+        """Raises InvalidArgument for an empty name, ModelNotFound for one that is not served."""
         if model == "":
             raise InvalidArgument("model is empty; name one that is served")
         if model is not None and model not in self._names:

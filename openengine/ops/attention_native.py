@@ -95,13 +95,14 @@ class TiledKvCache(KvCache):
 
 
 class NativeAttention:
-    """The native backend, for float32 and bfloat16 on a CPU.
+    """The native backend, for float32 and bfloat16 on a CPU. Its name says the instruction set too.
 
-    `level` is for the tests: it names the instruction set, by default the best this CPU has.
+    What a sequence gets depends neither on the batch nor on the number of threads, to the last bit. `level` is for the
+    tests: it names the instruction set, by default the best this CPU has.
+
     Raises UnsupportedFeature if the library or the level is absent or the dtype has no kernels.
     """
 
-    name = "native"
     block_size = 32
 
     def __init__(self, dtype: torch.dtype, *, level: str | None = None) -> None:
@@ -110,6 +111,7 @@ class NativeAttention:
             raise UnsupportedFeature(f"{native_absence()}, or use kernels='torch'")
         if dtype not in _DTYPES:
             raise UnsupportedFeature(f"the native kernels attend in float32 and bfloat16, not {dtype}; use kernels='torch'")
+        self.name = f"native {level or library.levels[-1]}"
         self._plan = library.function("attention_plan", level=level)
         self._attend = library.function("attention", level=level)
         self._workspace = torch.empty(0, dtype=torch.uint8)

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from openengine.ops.native import NativeLibrary
+from openengine.ops.quantize import INT8_RUN
 
 __all__ = ["NativeWeights"]
 
-_PANEL, _GROUP_BYTES = 32, 4
+_PANEL, _GROUP_BYTES = 32, 4  # as csrc/linear.h has them
 _FLOATS = {torch.float32: 0, torch.bfloat16: 1}  # as `Kind` numbers them
 _INT8 = 2
 
@@ -41,7 +42,7 @@ class _Layer(ctypes.Structure):
 class NativeWeights:
     """Packed weights [out, in] with a bias, in `dtype`, or in int8 with activations quantized per row.
 
-    Int8 is symmetric per output, and a row of activations asymmetric: `ops.quantize` says how, and is the twin.
+    How int8 quantizes is described in `ops.quantize`, whose `Int8Weights` is the twin.
     `bias` is float32 [out], zeros until written, or None.
     """
 
@@ -70,7 +71,8 @@ class NativeWeights:
         num_padded = num_panels * _PANEL
         biases = torch.zeros(num_padded)
         scales = torch.zeros(num_padded if int8 else 0)
-        sums = torch.zeros(num_padded if int8 else 0, dtype=torch.int32)
+        num_runs = -(-in_features // INT8_RUN)
+        sums = torch.zeros(num_padded * num_runs if int8 else 0, dtype=torch.int16)
         self.bias = biases[:out_features] if bias else None
         self._arrays = (weights, scales, sums, biases)
         pointers = [tensor.data_ptr() for tensor in self._arrays]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -18,10 +19,12 @@ import torch  # noqa: F401  before the library is opened: it brings the OpenMP r
 
 from openengine.errors import UnsupportedFeature
 
-__all__ = ["LEVELS", "NativeLibrary", "active_kernels", "native_absence", "native_library"]
+__all__ = ["LEVELS", "NativeLibrary", "native_absence", "native_library"]
+
+_log = logging.getLogger("openengine")
 
 # Raise together with OE_INTERFACE in csrc/common.h whenever the arguments of any function change.
-INTERFACE = 1
+INTERFACE = 2
 LEVELS = ("generic", "avx2", "avx512", "avx512_bf16")  # each includes those before it, as cpu.cpp tests them
 _REBUILD = "install a C++17 compiler (GCC 9+ or Clang 12+) and install openengine-inference again"
 
@@ -59,14 +62,15 @@ def native_absence() -> str | None:
     return found if isinstance(found, str) else None
 
 
-def active_kernels() -> str:
-    """Which kernels this process runs on a CPU, in words: `native avx2`, or `torch` and why."""
-    library = native_library()
-    return f"native {library.levels[-1]}" if library else f"torch ({native_absence()})"
-
-
 @cache
 def _open() -> NativeLibrary | str:
+    found = _find()
+    if isinstance(found, str):
+        _log.warning("%s. Until then the engine runs in plain PyTorch, several times slower", found)
+    return found
+
+
+def _find() -> NativeLibrary | str:
     spec = importlib.util.find_spec("openengine.ops._native")
     if spec is None or spec.origin is None:
         return f"the native kernels are not built; {_REBUILD}"

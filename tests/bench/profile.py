@@ -2,12 +2,13 @@
 
     python -m tests.bench.profile                     decode at 1 and 64 rows, and prefill, on the demo model
     python -m tests.bench.profile --rows 16 --ops 20  other batch sizes, more operations
+    python -m tests.bench.profile --variant sampling  requests that sample, or with logprobs
     python -m tests.bench.profile --python            also the most expensive Python functions of the loop's thread
 
 Two passes. The first times the phases of the loop from outside (`probe.PHASES`), which costs microseconds per step: its
-sum is the step. The second records operations with torch.profiler, which slows small ones down; so matrix products are
-shown as recorded, and what remains of the forward is divided between attention, other operations and Python in the
-proportion recorded. Native kernels, called through ctypes, are recorded by their names.
+sum is the step. The second records operations with torch.profiler, which adds some microseconds to whatever calls an
+operation: so much is taken off again, and the parts are scaled to the forward of the first pass. Native kernels, called
+through ctypes, are recorded by their names.
 
 "between forwards" is Python and scheduling: the step without its forward, logits and sampling.
 """
@@ -35,9 +36,9 @@ from openengine.ops import native
 from openengine.ops.native import NativeLibrary
 from tests.bench import workload
 from tests.bench.machine import Machine
-from tests.bench.probe import PHASES, PhaseClock, Step, call_in_loop, model_cost, steps_of, wrapped, wrapped_phase
+from tests.bench.probe import PHASES, PhaseClock, call_in_loop, model_cost, steps_of, wrapped, wrapped_phase
 from tests.bench.workload import Request
-from tests.bench.works import Bench, CannotRun
+from tests.bench.works import VARIANTS, Bench, Build, CannotRun
 
 __all__ = ["NativeWatch", "Operations", "StepProfile", "main", "profile_steps"]
 
@@ -48,6 +49,13 @@ _OUTSIDE = ("forward", "logits", "sample")  # all other phases are "between forw
 _GEMM_OPS = frozenset(
     {"aten::linear", "aten::addmm", "aten::mm", "aten::matmul", "aten::_int_mm", "mkldnn::_linear_pointwise"}
 )
+_PARTS = {
+    "matrix products": "gemm",
+    "attention": "attention",
+    "other operations": "other",
+    "Python in the forward": "python",
+}
+_MAX_OVERHEAD_S = 3e-6  # of recording one operation; a greater difference between the passes is a disturbance
 _SCOPE = "bench::"  # of what this module records itself
 _STEP, _ATTENTION, _NATIVE = (_SCOPE + name for name in ("step", "attention", "native "))
 _PHASES = {_SCOPE + phase: phase for phase in ("forward", "logits", "sample")}  # whose operations are shown
@@ -57,11 +65,13 @@ _PHASES = {_SCOPE + phase: phase for phase in ("forward", "logits", "sample")}  
 class Operations:
     """What torch.profiler saw in `num_steps` steps, exclusive seconds per step, medians over the steps.
 
-    `seconds`: by category, of forward and logits.  `names`: (calls, seconds) by operation, of sampling too.
+    `seconds`: by category, of forward and logits.  `nested`: how many operations were called from each category, and so
+    how often its time has the recording of another in it.  `names`: (calls, seconds) by operation, of sampling too.
     """
 
     num_steps: int
     seconds: dict[str, float]
+    nested: dict[str, float]
     names: dict[str, tuple[float, float]]
 
 
@@ -87,16 +97,15 @@ class StepProfile:
     def inside(self) -> dict[str, float]:
         """Forward and logits, divided: seconds of matrix products, attention, other operations, and Python."""
         total = self.phases["forward"] + self.phases["logits"]
-        recorded = {name: self.operations.seconds.get(name, 0.0) for name in ("gemm", "attention", "other", "python")}
-        gemm = min(recorded.pop("gemm"), total)
-        rest = sum(recorded.values())
-        scale = (total - gemm) / rest if rest else 0.0
-        return {
-            "matrix products": gemm,
-            "attention": scale * recorded["attention"],
-            "other operations": scale * recorded["other"],
-            "Python in the forward": scale * recorded["python"],
+        recorded = self.operations.seconds
+        excess = max(0.0, sum(recorded.values()) - total)
+        overhead = min(_MAX_OVERHEAD_S, excess / max(1.0, sum(self.operations.nested.values())))
+        parts = {
+            name: max(0.0, recorded.get(category, 0.0) - overhead * self.operations.nested.get(category, 0.0))
+            for name, category in _PARTS.items()
         }
+        scale = total / (sum(parts.values()) or 1.0)
+        return {name: scale * seconds for name, seconds in parts.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -123,7 +132,7 @@ def _profile_engine(engine: Engine, args: argparse.Namespace, watch: NativeWatch
     bench = Bench(engine, model_cost(engine, args.quantization), Machine("", 1.0, 1.0), quick=args.quick)
     for rows in [*args.rows, None]:
         try:
-            for line in _lines(profile_steps(bench, rows, watch), args.ops):
+            for line in _lines(profile_steps(bench, rows, watch, VARIANTS.get(args.variant)), args.ops):
                 print(line)
             if args.python and rows is not None:
                 _print_python(bench, rows)
@@ -131,22 +140,23 @@ def _profile_engine(engine: Engine, args: argparse.Namespace, watch: NativeWatch
             print(f"{_title(rows)} skipped: {exc}")
 
 
-def profile_steps(bench: Bench, rows: int | None, watch: NativeWatch) -> StepProfile:
-    """Profile steps that decode `rows` rows, or with None those that compute prompts.
+def profile_steps(bench: Bench, rows: int | None, watch: NativeWatch, build: Build | None = None) -> StepProfile:
+    """Profile steps that decode `rows` rows, or with None those that compute prompts. `build` makes other requests than
+    greedy ones.
 
     Raises CannotRun if there are no such steps, as when the rows do not fit.
     """
     requests = _requests(bench, rows)
     bench.check(requests)
-    bench.warm_up(requests)
+    bench.warm_up(requests, build)
     with PhaseClock(bench.engine) as clock:
-        bench.run(requests)
+        bench.run(requests, build)
     steps = steps_of(clock.steps, rows)
     if not steps:
         raise CannotRun("no step had all rows")
     watch.is_recording = True
     try:
-        operations = _record(bench, requests, rows, steps)
+        operations = _record(bench, requests, build, lambda plan: _matches(plan, rows, steps[0].num_tokens))
     finally:
         watch.is_recording = False
     phases = {phase: statistics.median(step.seconds.get(phase, 0.0) for step in steps) for phase in PHASES}
@@ -197,16 +207,16 @@ def _requests(bench: Bench, rows: int | None) -> list[Request]:
     return workload.uniform(rows, _PROMPT // shrink, waiting + 2 * _STEPS + 8, bench.cost.vocab_size)
 
 
-def _record(bench: Bench, requests: list[Request], rows: int | None, steps: list[Step]) -> Operations:
+def _record(bench: Bench, requests: list[Request], build: Build | None, matches: Callable[[Any], bool]) -> Operations:
     engine = bench.engine
-    recorder = _Recorder(lambda plan: _matches(plan, rows, steps[0].num_tokens))
+    recorder = _Recorder(matches)
     with ExitStack() as stack:
         for scope, phase in _PHASES.items():
             stack.enter_context(wrapped_phase(engine, phase, lambda inner, scope=scope: _scoped(inner, scope)))
         backend = engine._loop._runner._backend
         stack.enter_context(wrapped(backend, "forward", lambda inner: _scoped(inner, _ATTENTION)))
         stack.enter_context(wrapped_phase(engine, "runner, rest", recorder.wrap))
-        bench.run(requests)
+        bench.run(requests, build)
         call_in_loop(engine, recorder.stop)
     return recorder.operations()
 
@@ -247,10 +257,11 @@ class _Recorder:
 
     def operations(self) -> Operations:
         if not self._num_steps:
-            return Operations(0, {}, {})
+            return Operations(0, {}, {}, {})
         by_category: dict[str, Counter[int]] = defaultdict(Counter)  # category -> step -> seconds
         by_name: dict[str, Counter[int]] = defaultdict(Counter)
         num_calls: Counter[str] = Counter()
+        nested: Counter[str] = Counter()
         for event in self._profiler.events():
             step, phase, category = _place(event)
             if step is None or phase is None:
@@ -258,12 +269,14 @@ class _Recorder:
             seconds = event.self_cpu_time_total / 1e6
             if phase != "sample":
                 by_category[category][id(step)] += seconds
+                nested[_place(event.cpu_parent)[2]] += 1
             by_name[event.name][id(step)] += seconds
             num_calls[event.name] += 1
         count = self._num_steps
         return Operations(
             count,
             {category: _median(seconds, count) for category, seconds in by_category.items()},
+            {category: calls / count for category, calls in nested.items()},
             {name: (num_calls[name] / count, _median(seconds, count)) for name, seconds in by_name.items()},
         )
 
@@ -341,6 +354,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.profile", description="Where a step's time goes.")
     parser.add_argument("--model", help="directory, .gguf file or hub id (default: the demo model)")
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 64], help="rows of the decode steps (default: 1 64)")
+    parser.add_argument("--variant", choices=sorted(VARIANTS), help="of the requests (default: greedy)")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantization")
     parser.add_argument("--kernels", default="auto")

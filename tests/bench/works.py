@@ -20,7 +20,7 @@ from tests.bench.machine import Machine
 from tests.bench.probe import StepClock
 from tests.bench.workload import Request
 
-__all__ = ["Arrivals", "BatchResult", "Bench", "CannotRun", "Comparison", "percentiles"]
+__all__ = ["VARIANTS", "Arrivals", "BatchResult", "Bench", "Build", "CannotRun", "Comparison", "percentiles"]
 
 _ROWS = 64  # of a comparison
 _QUICK = 8  # by which `quick` shortens prompts and outputs
@@ -131,7 +131,7 @@ class Bench:
         """`sampling`, `logprobs` or `guided` against greedy decoding of the same prompts."""
         rows = min(_ROWS, self.engine.model_info().max_running_requests)
         requests = workload.uniform(rows, *((8, 24) if self.quick else (64, 64)), self.cost.vocab_size)
-        variant = {"sampling": _sampled, "logprobs": _with_logprobs, "guided": _guided}[name]
+        variant = VARIANTS[name]
         self.warm_up(requests, variant)
         seconds: dict[Build, list[float]] = {_greedy: [], variant: []}
         steps: dict[Build, list[float]] = {_greedy: [], variant: []}
@@ -256,6 +256,9 @@ def _with_logprobs(request: Request) -> GenerateRequest:
 
 def _guided(request: Request) -> GenerateRequest:
     return _request(request, guided=GuidedDecoding(json_schema=_SCHEMA))
+
+
+VARIANTS: dict[str, Build] = {"sampling": _sampled, "logprobs": _with_logprobs, "guided": _guided}
 
 
 def _shortened(request: Request, *, keep: bool) -> Request:

@@ -5,14 +5,15 @@ terminals first, and are taken apart, down to single characters if need be, wher
 wants something else:
 
     P w|c   a text w of P could end here, for c may follow P
-    Q w c…  but some Q goes on with c: Q is taken apart
+    Q w c…  but some Q that may begin where P does goes on with c: Q is taken apart
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 from openengine.core.guides.grammar import Grammar
 from openengine.core.guides.language import (
@@ -20,6 +21,7 @@ from openengine.core.guides.language import (
     EPSILON,
     Language,
     TooComplex,
+    complement,
     concat,
     first_chars,
     intersect,
@@ -34,7 +36,10 @@ from openengine.errors import InvalidArgument
 __all__ = ["Choice", "Loop", "Node", "Ready", "Reference", "Sequence", "add_rules"]
 
 _PRODUCT_BUDGET = 300
+_MAX_PAIRS = 100_000
+_SOME_TEXT = complement(EPSILON)
 _MAX_ROUNDS = 60
+_MAX_TERMINAL = 5000
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +84,7 @@ class _Terminal:
     node: Node = field(compare=False)
 
 
-Node = Language | Reference | Sequence | Choice | Loop | Ready | _Terminal
+Node: TypeAlias = "Language | Reference | Sequence | Choice | Loop | Ready | _Terminal | _Place"
 
 
 def add_rules(grammar: Grammar, rules: Mapping[str, Node], start: str, work: Work) -> str:
@@ -177,6 +182,8 @@ def _with_terminals(rules: dict[str, Node]) -> dict[str, Node]:
     while pending:
         name = pending.pop()
         if name not in regular and isinstance(merged := _merge(rules[name], regular), _Terminal):
+            if merged.language.size > _MAX_TERMINAL:
+                continue  # stays a rule: put into others it would grow with each use
             regular[name] = merged
             pending.extend(users[name])
     return {name: _merge(node, regular) for name, node in rules.items()}
@@ -223,12 +230,15 @@ def _taken_apart(terminal: _Terminal) -> Node:
     )
 
 
-def _replaced(node: Node, apart: set[_Terminal]) -> Node:
-    if isinstance(node, _Terminal):
-        return _taken_apart(node) if node in apart else node
-    if isinstance(node, Sequence | Choice):
-        return type(node)(tuple(_replaced(part, apart) for part in node.parts))
-    return Loop(_replaced(node.inner, apart), node.low, node.high) if isinstance(node, Loop) else node
+# ---- reading by longest match ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """One occurrence of a terminal, or of a symbol that the grammar has already."""
+
+    index: int
+    part: _Terminal | Ready
 
 
 class _Lexing:
@@ -239,43 +249,102 @@ class _Lexing:
         self._rules = rules
         self._start = start
         self._work = work
+        self._places: list[_Place] = []
         self._nullable: set[str] = set()
-        self._first: dict[str, Language] = {}
-        self._follow: dict[str, Language] = {}
-        self._after: dict[_Terminal | Ready, Language] = {}  # what may follow each terminal
-        self._firsts: dict[Language, Language] = {}
-        self._checked: dict[tuple[Language, Language, Language], bool] = {}
+        self._first: dict[str, frozenset[int]] = {}
+        self._follow: dict[str, frozenset[int]] = {}
+        self._after: dict[int, frozenset[int]] = {}  # which places may come right after each
+        self._first_chars: dict[Language, Language] = {}
+        self._verdicts: dict[tuple[Language, ...], bool] = {}
 
     def write(self) -> str:
         for _ in range(_MAX_ROUNDS):
-            self._analyse()
+            self._places = []
+            self._rules = {name: self._numbered(node) for name, node in self._rules.items()}
+            self._find_first()
+            self._find_follow()
             apart = self._conflicts()
             if not apart:
                 return self._write()
-            self._rules = {name: _replaced(node, apart) for name, node in self._rules.items()}
+            self._rules = {name: self._dissolved(node, apart) for name, node in self._rules.items()}
         raise InvalidArgument("the grammar is too ambiguous: its terminals cannot be told apart")
 
-    def _conflicts(self) -> set[_Terminal]:
-        for part, after in self._after.items():
-            if isinstance(part, Ready) and not is_empty(intersect(part.more, after), self._work):
-                raise InvalidArgument(
-                    f"{part.what} may go on with the characters of what follows it, so its end is not clear; "
-                    "put a separator that no number has, such as a space, between them"
-                )
-        terminals = [part for part in self._after if isinstance(part, _Terminal)]
-        return {
-            other
-            for other in terminals
-            if not other.language.is_chars
-            and any(self._goes_on(part.language, self._after[part], other.language) for part in terminals)
-        }
+    def _numbered(self, node: Node) -> Node:
+        def number(part: _Terminal | Ready) -> _Place:
+            self._places.append(_Place(len(self._places), part))
+            return self._places[-1]
+
+        return _rebuilt(node, number)
+
+    def _dissolved(self, node: Node, apart: set[int]) -> Node:
+        return _rebuilt(node, lambda place: _taken_apart(place.part) if place.index in apart else place.part)
+
+    # ---- conflicts
+
+    def _conflicts(self) -> set[int]:
+        """The places whose terminals must be taken apart."""
+        found: set[int] = set()
+        for a, b in self._together():
+            for place, other in ((self._places[a], self._places[b]), (self._places[b], self._places[a])):
+                after = union(*(self._chars_of(self._places[index].part) for index in self._after[place.index]))
+                if isinstance(place.part, Ready):
+                    self._check_end(place.part, after)
+                elif isinstance(other.part, Ready):
+                    if intersect(self._chars_of(place.part), other.part.first) != EMPTY:
+                        raise InvalidArgument(
+                            f"{other.part.what} cannot be told from another text that may stand in its place; put a text "
+                            "that begins with another character before one of them"
+                        )
+                elif not other.part.language.is_chars and self._goes_on(place.part.language, after, other.part.language):
+                    found.add(other.index)
+        return found
+
+    def _check_end(self, ready: Ready, after: Language) -> None:
+        if intersect(ready.more, after) != EMPTY:
+            raise InvalidArgument(
+                f"{ready.what} may go on with the characters of what follows it, so its end is not clear; "
+                "put a separator that no number has, such as a space, between them"
+            )
+
+    def _together(self) -> list[tuple[int, int]]:
+        """The pairs of places that may begin at the same point of a text."""
+        firsts = sorted(self._first[self._start])
+        pending = list(itertools.combinations_with_replacement(firsts, 2))
+        seen = set(pending)
+        for a, b in pending:
+            self._work.tick()
+            if len(pending) > _MAX_PAIRS:
+                raise InvalidArgument("the grammar is too complex: too many of its parts may stand in the same place")
+            if a != b and not self._meet(self._places[a].part, self._places[b].part):
+                continue
+            for pair in itertools.product(self._after[a], self._after[b]):
+                pair = (min(pair), max(pair))
+                if pair not in seen:
+                    seen.add(pair)
+                    pending.append(pair)
+        return pending
+
+    def _meet(self, a: _Terminal | Ready, b: _Terminal | Ready) -> bool:
+        """Whether some text may be either."""
+        if isinstance(a, Ready) or isinstance(b, Ready):
+            return intersect(self._chars_of(a), self._chars_of(b)) != EMPTY
+        if a.language == b.language:
+            return True
+        key = (a.language, b.language) if hash(a.language) < hash(b.language) else (b.language, a.language)
+        if key not in self._verdicts:
+            both = intersect(*(intersect(language, _SOME_TEXT) if language.has_empty else language for language in key))
+            try:
+                self._verdicts[key] = not is_empty(both, self._work, budget=_PRODUCT_BUDGET)
+            except TooComplex:
+                self._verdicts[key] = True
+        return self._verdicts[key]
 
     def _goes_on(self, part: Language, after: Language, other: Language) -> bool:
         """Whether a text of `part` that may end before some c in `after` can go on with c as a text of `other`."""
         key = (part, after, other)
-        if key not in self._checked:
-            self._checked[key] = after != EMPTY and self._product(part, after, other)
-        return self._checked[key]
+        if key not in self._verdicts:
+            self._verdicts[key] = after != EMPTY and self._product(part, after, other)
+        return self._verdicts[key]
 
     def _product(self, part: Language, after: Language, other: Language) -> bool:
         seen = {(part, other)}
@@ -283,7 +352,7 @@ class _Lexing:
         is_start = True
         for ours, theirs in pending:
             self._work.tick()
-            if ours.has_empty and not is_start and intersect(self._first_chars(theirs), after) != EMPTY:
+            if ours.has_empty and not is_start and intersect(self._first_of_language(theirs), after) != EMPTY:
                 return True
             is_start = False
             for char in representatives(ours, theirs):
@@ -295,83 +364,81 @@ class _Lexing:
                 return True
         return False
 
-    def _first_chars(self, language: Language) -> Language:
-        found = self._firsts.get(language)
+    def _chars_of(self, part: _Terminal | Ready) -> Language:
+        """The characters that `part` may begin with."""
+        return part.first if isinstance(part, Ready) else self._first_of_language(part.language)
+
+    def _first_of_language(self, language: Language) -> Language:
+        found = self._first_chars.get(language)
         if found is None:
-            try:
-                found = first_chars(language, self._work)
-            except TooComplex:
-                raise InvalidArgument("the grammar is too complex: one of its regular parts has too many states") from None
-            self._firsts[language] = found
+            found = self._first_chars[language] = first_chars(language, self._work)
         return found
 
     # ---- what comes first and next
 
-    def _analyse(self) -> None:
-        self._nullable, self._first, self._follow, self._after = set(), {}, {}, {}
+    def _find_first(self) -> None:
+        self._nullable, self._first = set(), dict.fromkeys(self._rules, frozenset())
         changed = True
         while changed:
             changed = False
             for name, node in self._rules.items():
-                first = union(self._first.get(name, EMPTY), self._first_of(node))
-                if first != self._first.get(name) or (name not in self._nullable and self._is_nullable(node)):
-                    changed = True
-                    self._first[name] = first
-                    if self._is_nullable(node):
-                        self._nullable.add(name)
-        self._follow = {self._start: EMPTY}
-        changed = True
-        while changed:
+                first = self._first[name] | self._first_of(node)
+                is_new = name not in self._nullable and self._is_nullable(node)
+                if is_new:
+                    self._nullable.add(name)
+                changed = changed or is_new or first != self._first[name]
+                self._first[name] = first
+
+    def _find_follow(self) -> None:
+        self._after = dict.fromkeys(range(len(self._places)), frozenset())
+        self._follow = {self._start: frozenset()}
+        before = None
+        while before != self._follow:
             before = dict(self._follow)
-            for name in list(self._follow):
+            for name in before:
                 self._spread(self._rules[name], self._follow[name])
-            changed = before != self._follow
 
     def _is_nullable(self, node: Node) -> bool:
         self._work.tick()
-        if isinstance(node, _Terminal):
-            return node.language.has_empty
+        if isinstance(node, _Place):
+            return isinstance(node.part, _Terminal) and node.part.language.has_empty
         if isinstance(node, Reference):
             return node.name in self._nullable
         if isinstance(node, Sequence):
             return all(map(self._is_nullable, node.parts))
         if isinstance(node, Choice):
             return any(map(self._is_nullable, node.parts))
-        return isinstance(node, Loop) and (node.low == 0 or self._is_nullable(node.inner))
+        return node.low == 0 or self._is_nullable(node.inner)
 
-    def _first_of(self, node: Node) -> Language:
+    def _first_of(self, node: Node) -> frozenset[int]:
         self._work.tick()
-        if isinstance(node, _Terminal):
-            return self._first_chars(node.language)
+        if isinstance(node, _Place):
+            return frozenset((node.index,))
         if isinstance(node, Reference):
-            return self._first.get(node.name, EMPTY)
-        if isinstance(node, Ready):
-            return node.first
-        if isinstance(node, Sequence):
-            found = [EMPTY]
-            for part in node.parts:
-                found.append(self._first_of(part))
-                if not self._is_nullable(part):
-                    break
-            return union(*found)
-        return union(*map(self._first_of, _children(node)))
+            return self._first[node.name]
+        found: frozenset[int] = frozenset()
+        for part in _children(node):
+            found |= self._first_of(part)
+            if isinstance(node, Sequence) and not self._is_nullable(part):
+                break
+        return found
 
-    def _spread(self, node: Node, follow: Language) -> None:
-        """Note what may follow each terminal and rule in `node` when `follow` may follow the whole."""
+    def _spread(self, node: Node, follow: frozenset[int]) -> None:
+        """Note what may come after each place and rule in `node` when `follow` may come after the whole."""
         self._work.tick()
-        if isinstance(node, _Terminal | Ready):
-            self._after[node] = union(self._after.get(node, EMPTY), follow)
+        if isinstance(node, _Place):
+            self._after[node.index] |= follow
         elif isinstance(node, Reference):
-            self._follow[node.name] = union(self._follow.get(node.name, EMPTY), follow)
+            self._follow[node.name] = self._follow.get(node.name, frozenset()) | follow
         elif isinstance(node, Choice):
             for part in node.parts:
                 self._spread(part, follow)
         elif isinstance(node, Loop):
-            self._spread(node.inner, follow if node.high == 1 else union(follow, self._first_of(node.inner)))
+            self._spread(node.inner, follow if node.high == 1 else follow | self._first_of(node.inner))
         else:
             for part in reversed(node.parts):
                 self._spread(part, follow)
-                follow = union(self._first_of(part), follow) if self._is_nullable(part) else self._first_of(part)
+                follow = self._first_of(part) | (follow if self._is_nullable(part) else frozenset())
 
     # ---- writing
 
@@ -384,12 +451,10 @@ class _Lexing:
         return names[self._start]
 
     def _text(self, node: Node, names: Mapping[str, str]) -> str:
-        if isinstance(node, _Terminal):
-            return self._grammar.symbol(node.language)
+        if isinstance(node, _Place):
+            return node.part.symbol if isinstance(node.part, Ready) else self._grammar.symbol(node.part.language)
         if isinstance(node, Reference):
             return names[node.name]
-        if isinstance(node, Ready):
-            return node.symbol
         if isinstance(node, Sequence):
             return " ".join(self._text(part, names) for part in node.parts) or '""'
         if isinstance(node, Choice):
@@ -398,3 +463,12 @@ class _Lexing:
         if bounds is None:
             bounds = f"{{{node.low},{'' if node.high is None else node.high}}}"
         return f"({self._text(node.inner, names)}){bounds}"
+
+
+def _rebuilt(node: Node, change: Callable[[Any], Node]) -> Node:
+    """`node` with `change` made to its leaves, but for references."""
+    if isinstance(node, Sequence | Choice):
+        return type(node)(tuple(_rebuilt(part, change) for part in node.parts))
+    if isinstance(node, Loop):
+        return Loop(_rebuilt(node.inner, change), node.low, node.high)
+    return node if isinstance(node, Reference) else change(node)

@@ -13,6 +13,7 @@ from openengine.core.guides.language import ANY_CHAR, EMPTY, EPSILON, Language, 
 __all__ = ["Grammar", "GrammarTooLarge", "quoted"]
 
 _SOME_TEXT = complement(EPSILON)
+_TEXT = "/(?s:.)*/"
 _NESTED = 60  # deeper expressions get a terminal of their own, which keeps the text and the backend's recursion flat
 
 
@@ -67,15 +68,17 @@ class Grammar:
 
     def _expression(self, language: Language, depth: int) -> str:
         """A terminal expression: regular expressions between slashes, combined by the grammar's own operators."""
-        if _is_plain(language):
+        if language.is_plain:
             return f"/{_regex(language)}/"
         if depth > _NESTED:
             return self._terminal(language)
+        if language.kind in ("not", "intersect"):
+            parts = language.parts if language.kind == "intersect" else (language,)
+            wanted = [self._expression(part, depth + 1) for part in parts if part.kind != "not"]
+            denied = [self._expression(part.parts[0], depth + 1) for part in parts if part.kind == "not"]
+            # The backend complements over bytes. Text is wanted, so there must be something that says so.
+            return f"({' & '.join((wanted or [_TEXT]) + [f'~({each})' for each in denied])})"
         parts = [self._expression(part, depth + 1) for part in language.parts]
-        if language.kind == "not":
-            return f"~({parts[0]})" if not parts[0].startswith("/") else f"~{parts[0]}"
-        if language.kind == "intersect":
-            return f"({' & '.join(parts)})"
         if language.kind == "union":
             return f"({' | '.join(parts)})"
         if language.kind == "repeat":
@@ -92,12 +95,6 @@ class Grammar:
 def quoted(text: str) -> str:
     """`text` as a string of the grammar."""
     return json.dumps(text, ensure_ascii=False)
-
-
-def _is_plain(language: Language) -> bool:
-    if language.is_chars:
-        return True
-    return language.kind in ("concat", "union", "repeat") and all(map(_is_plain, language.parts))
 
 
 def _regex(language: Language) -> str:

@@ -41,20 +41,23 @@ Ranges = tuple[tuple[int, int], ...]
 _LAST = 0x10FFFF
 _SURROGATES = (0xD800, 0xDFFF)
 _DEFAULT_BUDGET = 1500
+_MAX_SIZE = 400_000
+_PLAIN = ("concat", "union", "repeat")
 
 
 class TooComplex(Exception):
-    """A question about a language visited more states than its budget."""
+    """A language has too many parts, or a question about it visited more states than its budget."""
 
 
 class Language:
     """One expression; equal expressions are equal and hash alike. Made by the functions of this module only.
 
     kind: "chars" (parts are ranges of code points), "concat", "union", "intersect", "not" or "repeat" (of parts[0],
-    `low` to `high` times, None without end).  has_empty: whether the empty text belongs to it.
+    `low` to `high` times, None without end).  has_empty: whether the empty text belongs to it.  size: how many parts
+    there are in all. is_plain: made without intersection and complement. Raises TooComplex beyond 400,000 parts.
     """
 
-    __slots__ = ("_content", "_hash", "has_empty", "high", "kind", "low", "parts")
+    __slots__ = ("_content", "_hash", "has_empty", "high", "is_plain", "kind", "low", "parts", "size")
 
     def __init__(self, kind: str, parts: tuple, has_empty: bool, low: int = 0, high: int | None = 0) -> None:
         self.kind = kind
@@ -62,6 +65,10 @@ class Language:
         self.has_empty = has_empty
         self.low = low
         self.high = high
+        self.is_plain = kind == "chars" or (kind in _PLAIN and all(part.is_plain for part in parts))
+        self.size = 1 if kind == "chars" else 1 + sum(part.size for part in parts)
+        if self.size > _MAX_SIZE:
+            raise TooComplex
         # The order of a union's or intersection's parts is that of their writing, and means nothing.
         self._content = frozenset(parts) if kind in ("union", "intersect") else parts
         self._hash = hash((kind, self._content, low, high))
@@ -299,6 +306,8 @@ def matches(language: Language, text: str) -> bool:
 
 def is_empty(language: Language, work: Work, *, budget: int = _DEFAULT_BUDGET) -> bool:
     """Whether no text belongs to `language`. Raises TooComplex after `budget` states."""
+    if language.is_plain:
+        return language == EMPTY  # nothing else is made of EMPTY: concat, union and repeat leave it out
     return sample(language, work, budget=budget) is None
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -41,15 +42,23 @@ from openengine.core.guides.schema_source import SchemaDocument, unsupported
 from openengine.core.guides.work import Work
 from openengine.errors import InvalidArgument
 
-__all__ = ["add_schema"]
+__all__ = ["SchemaRules", "add_schema"]
 
 _MAX_GOALS = 20_000
 _MAX_WANTED = 3
 _MAX_STEP_DIGITS = 9
 
 
-def add_schema(grammar: Grammar, content: Any, work: Work) -> str:
-    """Add the rules of a JSON schema (as `parse_json` gives it); returns the symbol of its values.
+@dataclass(frozen=True, slots=True)
+class SchemaRules:
+    """The symbol of a schema's values, and their JSON types."""
+
+    symbol: str
+    kinds: frozenset[str]
+
+
+def add_schema(grammar: Grammar, content: Any, work: Work) -> SchemaRules:
+    """Add the rules of a JSON schema (as `parse_json` gives it).
 
     Raises InvalidArgument naming a JSON pointer and keyword when it is malformed, unsupported, or no value meets it.
     """
@@ -57,12 +66,13 @@ def add_schema(grammar: Grammar, content: Any, work: Work) -> str:
     goal = solver.goal((solver.document.root, True))
     writer = _Writer(grammar, solver, _Productive(solver, goal))
     if not writer.productive.has(goal):
-        keywords = ", ".join(content) if isinstance(content, dict) else "false"
+        keywords = [key for key in content if not key.startswith("$")] if isinstance(content, dict) else []
         raise InvalidArgument(
-            f"no value meets the JSON schema at #: its keywords ({keywords:.200}) contradict each other",
-            details={"pointer": "", "keyword": next(iter(content)) if isinstance(content, dict) else "false"},
+            f"no value meets the JSON schema at #: its keywords ({', '.join(keywords):.200}) contradict each other",
+            details={"pointer": "", "keyword": next(iter(keywords), "false")},
         )
-    return writer.write(goal)
+    kinds = frozenset(shape.kind for shape in solver.shapes(goal) if writer.productive.shape_is(shape))
+    return SchemaRules(writer.write(goal), kinds)
 
 
 class _Productive:

@@ -57,7 +57,7 @@ class Values:
 
 @dataclass(frozen=True, slots=True)
 class NumberShape:
-    range: NumberRange = NumberRange()
+    range: NumberRange
     kind = "number"
 
 
@@ -136,7 +136,7 @@ _State = Values | NumberShape | StringShape | ArrayShape | _Object
 _STARTS: dict[str, _State] = {
     "null": Values("null", (Value.of(None),)),
     "boolean": Values("boolean", (Value.of(False), Value.of(True))),
-    "number": NumberShape(),
+    "number": NumberShape(NumberRange()),
     "string": StringShape(),
     "array": ArrayShape(),
     "object": _Object(),

@@ -59,6 +59,24 @@ OE_INLINE vi rounded(vf x) {
 #endif
 }
 
+// Whether any of the vectors it was given holds a NaN.
+struct NanCheck {
+#if OE_LANES == 16
+    __mmask16 found = 0;
+    OE_INLINE void add(NanCheck& c, vf a, vf b) {
+        c.found |= _mm512_cmp_ps_mask(bits_as<__m512>(a), bits_as<__m512>(b), _CMP_UNORD_Q);
+    }
+    OE_INLINE bool any(const NanCheck& c) { return c.found != 0; }
+#else
+    vf sum = {};
+    OE_INLINE void add(NanCheck& c, vf a, vf b) { c.sum += a * 0.0f + b * 0.0f; }
+    OE_INLINE bool any(const NanCheck& c) {
+        const float sum = sum_of(c.sum);
+        return sum != sum;
+    }
+#endif
+};
+
 }  // namespace
 
 #endif

@@ -1,0 +1,164 @@
+"""Batches of any size: a window of them is in flight at a time, and results come as they finish.
+
+An item is a prepared group, or a result that holds the error it was refused with. `window` is how many are in flight:
+enough to keep every slot busy, and within the queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+
+from openengine.core.sequence import SequenceGroup
+from openengine.errors import OpenEngineError, Overloaded
+from openengine.handle import Handle
+from openengine.progress import progress_bar
+from openengine.types import GenerationResult
+
+__all__ = ["arun_batch", "cancel_and_wait", "failed", "named_item", "run_batch"]
+
+Admit = Callable[..., Handle]  # (group, *, wait) -> handle; with `wait` a full queue is waited for, else Overloaded
+
+_RETRY_S = 0.02  # between attempts of an event loop's batch to enter a full queue
+
+
+def run_batch(
+    admit: Admit, items: list[SequenceGroup | GenerationResult], *, window: int, on_error: str, progress: bool | None
+) -> Iterator[tuple[int, GenerationResult]]:
+    """Yield (index, result) as items finish; one that is a result already is yielded as it is."""
+    finished = _Finished()
+    pending: dict[int, Handle] = {}
+    position = 0
+    total = len(items)
+    with progress_bar(progress if total > 1 else False, total=total, desc="generating", unit="req") as bar:
+        try:
+            for count in range(total):
+                while position < total and len(pending) < window:
+                    item, items[position] = items[position], None
+                    try:
+                        _start(admit, position, item, pending, finished, on_error)
+                    except OpenEngineError as exc:
+                        raise named_item(exc, position, total) from exc
+                    position += 1
+                index, result = finished.get()
+                handle = pending.pop(index, None)
+                if handle is not None:
+                    result = _result_or_error(handle, on_error)
+                bar(count + 1, total)
+                yield index, result
+        finally:
+            cancel_and_wait(pending.values())
+
+
+def _start(
+    admit: Admit,
+    index: int,
+    item: SequenceGroup | GenerationResult,
+    pending: dict[int, Handle],
+    finished: _Finished,
+    on_error: str,
+) -> None:
+    if isinstance(item, GenerationResult):
+        finished.put(index, item)
+        return
+    try:
+        handle = admit(item, wait=True)
+    except OpenEngineError as exc:
+        if on_error == "raise":
+            raise
+        finished.put(index, failed(item.request_id, exc))
+        return
+    pending[index] = handle
+    handle.on_done(lambda: finished.put(index, None))
+
+
+async def arun_batch(
+    admit: Admit, items: list[SequenceGroup | GenerationResult], *, window: int, on_error: str
+) -> list[GenerationResult]:
+    """`run_batch` for an event loop: all results, in order. Cancelling it cancels what runs."""
+    room = asyncio.Semaphore(window)
+
+    async def run(item: SequenceGroup | GenerationResult) -> GenerationResult:
+        if isinstance(item, GenerationResult):
+            return item
+        async with room:
+            try:
+                handle = await _aadmit(admit, item)
+                try:
+                    return await handle.aresult()
+                except asyncio.CancelledError:
+                    handle.cancel()
+                    raise
+            except OpenEngineError as exc:
+                if on_error == "raise":
+                    raise
+                return failed(item.request_id, exc)
+
+    tasks = [asyncio.ensure_future(run(item)) for item in items]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+async def _aadmit(admit: Admit, group: SequenceGroup) -> Handle:
+    """Wait for room in the queue while the event loop runs on."""
+    while True:
+        try:
+            return admit(group, wait=False)
+        except Overloaded:
+            await asyncio.sleep(_RETRY_S)
+
+
+def _result_or_error(handle: Handle, on_error: str) -> GenerationResult:
+    try:
+        return handle.result()
+    except OpenEngineError as exc:
+        if on_error == "raise":
+            raise
+        return failed(handle.request_id, exc)
+
+
+def failed(request_id: str, error: OpenEngineError) -> GenerationResult:
+    """A result in an error's place; a copy, because a raised error refers to frames and they to the engine."""
+    return GenerationResult(request_id=request_id, error=copy.copy(error))
+
+
+def named_item(error: OpenEngineError, index: int, total: int) -> OpenEngineError:
+    named = copy.copy(error)
+    named.message = f"item {index} of {total}: {error.message}"
+    named.args = (named.message,)
+    return named
+
+
+def cancel_and_wait(handles: Iterable[Handle]) -> None:
+    """End these requests and wait until the loop has given back what they held."""
+    handles = list(handles)
+    for handle in handles:
+        handle.cancel()
+    for handle in handles:
+        handle.wait()
+
+
+class _Finished:
+    """A queue of finished items that `get` waits on interruptibly."""
+
+    def __init__(self) -> None:
+        self._items: deque[tuple[int, GenerationResult | None]] = deque()
+        self._changed = threading.Condition()
+
+    def put(self, index: int, result: GenerationResult | None) -> None:
+        with self._changed:
+            self._items.append((index, result))
+            self._changed.notify()
+
+    def get(self) -> tuple[int, GenerationResult | None]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._items)
+            return self._items.popleft()

@@ -1,0 +1,161 @@
+"""From a configuration to everything an engine is made of that comes from a checkpoint.
+
+Weights are read in the caller's thread; the tokenizer and the digest of the files are computed beside them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from openengine.core.config import EngineConfig
+from openengine.core.loader import Checkpoint, load_model, open_checkpoint
+from openengine.core.models import CausalLM
+from openengine.core.runner import KvPoolSize, size_kv_pool
+from openengine.core.tokenizer import Tokenizer
+from openengine.errors import InvalidArgument, UnsupportedFeature
+from openengine.ops.attention import AttentionBackend, select_backend
+from openengine.ops.kv_cache import KvCache, KvSpec
+from openengine.progress import progress_bar
+
+__all__ = ["LoadedModel", "attributes", "load", "start_line"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """Everything an engine is made of that comes from a checkpoint. `names`: those requests may use, canonical first."""
+
+    model: CausalLM
+    tokenizer: Tokenizer
+    backend: AttentionBackend
+    spec: KvSpec
+    pool: KvPoolSize
+    revision: str
+    names: tuple[str, ...]
+    eos_token_ids: tuple[int, ...]
+    generation_config: Mapping[str, Any]
+    load_seconds: float
+
+
+def load(config: EngineConfig, progress: bool | None) -> LoadedModel:
+    """Read a checkpoint; tokenizer and digest are computed beside the weights."""
+    started = time.monotonic()
+    checkpoint = open_checkpoint(config.model_path, progress=bool(progress))
+    device = _device(config.device)
+    dtype = _dtype(config.dtype, device)
+    model_config = checkpoint.config
+    backend = select_backend(
+        device, dtype, config.kernels, head_dim=model_config.head_dim, block_size=config.block_size
+    )
+    spec = KvSpec(model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, dtype, device)
+    tokenizer = _InThread(checkpoint.load_tokenizer)
+    revision = _InThread(lambda: checkpoint.revision)
+    with torch.inference_mode(), progress_bar(progress, desc=f"loading {checkpoint.path.name}", unit="B") as bar:
+        model = load_model(
+            checkpoint,
+            dtype=dtype,
+            device=device,
+            backend=backend,
+            max_model_len=config.max_model_len,
+            quantization=config.quantization,
+            kernels=config.kernels,
+            progress=bar,
+        )
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer.result(),
+        backend=backend,
+        spec=spec,
+        pool=size_kv_pool(config, spec, model_config.max_position_embeddings, backend.block_size),
+        revision=revision.result(),
+        names=_model_names(config, checkpoint),
+        eos_token_ids=_eos_token_ids(checkpoint, tokenizer.result()),
+        generation_config=checkpoint.generation_config,
+        load_seconds=time.monotonic() - started,
+    )
+
+
+def attributes(loaded: LoadedModel) -> dict[str, Any]:
+    pool = loaded.pool
+    return {
+        "architecture": loaded.model.config.architecture,
+        "device": str(loaded.spec.device),
+        "dtype": str(loaded.spec.dtype).removeprefix("torch."),
+        "kernels": loaded.backend.name,
+        "matrix_kernels": loaded.model.matrix_kernels,
+        "quantization": loaded.model.quantization,
+        "weight_bytes": loaded.model.num_bytes,
+        "kv_bytes": KvCache.bytes_per_block(loaded.spec, pool.block_size) * pool.num_blocks,
+        "kv_tokens": pool.num_tokens,
+        "kv_block_size": pool.block_size,
+        "max_model_len": pool.max_model_len,
+        "load_seconds": round(loaded.load_seconds, 3),
+    }
+
+
+def start_line(facts: Mapping[str, Any]) -> str:
+    return (
+        f"{facts['architecture']} in {facts['dtype']} on {facts['device']} ({facts['kernels']} kernels): "
+        f"{facts['weight_bytes'] / 2**20:.0f} MiB of weights, KV cache of {facts['kv_tokens']} tokens "
+        f"({facts['kv_bytes'] / 2**20:.0f} MiB), context {facts['max_model_len']}, "
+        f"loaded in {facts['load_seconds']:.1f} s"
+    )
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as exc:
+        raise InvalidArgument(f"device {name!r} is unknown; use 'auto', 'cpu', 'cuda' or 'cuda:N'") from exc
+    if device.type not in ("cpu", "cuda"):
+        raise UnsupportedFeature(f"device {name!r} is not supported; use 'cpu' or 'cuda'")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedFeature(f"device {name!r}: torch sees no GPU here; use device='cpu'")
+    return device
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        name = "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float32"
+    return getattr(torch, name)
+
+
+def _model_names(config: EngineConfig, checkpoint: Checkpoint) -> tuple[str, ...]:
+    names = (config.model_path, config.served_model_name, *config.aliases, checkpoint.path.name)
+    return tuple(dict.fromkeys(name for name in names if name))
+
+
+def _eos_token_ids(checkpoint: Checkpoint, tokenizer: Any) -> tuple[int, ...]:
+    """The checkpoint's own list; where it has none, the tokenizer's EOS token."""
+    if checkpoint.eos_token_ids:
+        return checkpoint.eos_token_ids
+    return () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+
+
+class _InThread:
+    """Runs `function` beside the caller; `result()` waits for it and raises what it raised."""
+
+    def __init__(self, function: Any) -> None:
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(function,), daemon=True)
+        self._thread.start()
+
+    def _run(self, function: Any) -> None:
+        try:
+            self._value = function()
+        except BaseException as exc:
+            self._error = exc
+
+    def result(self) -> Any:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._value
