@@ -6,12 +6,14 @@ The native kernels are an optional extension: without a C++ compiler the package
 import os
 import platform
 import re
+import shutil
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
-from setuptools.errors import BaseError
+from setuptools.errors import CompileError
 
 ROOT = Path(__file__).resolve().parent
 INIT = (ROOT / "openengine" / "__init__.py").read_text("utf-8")
@@ -58,54 +60,67 @@ if platform.machine().lower() in ("x86_64", "amd64"):
     LEVELS["avx512_bf16"] = [*LEVELS["avx512"], "-mavx512vnni", "-mavx512bf16"]
 ONCE = "cpu.cpp"  # compiled for any CPU, and not per level
 CSRC = Path("openengine", "ops", "csrc")
+OPTIONS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-w"]
+OPTIONS += ["-fno-math-errno", "-fno-trapping-math"]
 
 
 class BuildNative(build_ext):
-    """Builds the kernels as a plain shared object, opened with ctypes: it uses neither Python's nor PyTorch's headers."""
+    """Builds the kernels as a plain shared object that ctypes opens: no headers of Python's or PyTorch's are needed."""
 
     def build_extension(self, ext):
-        if self.compiler.compiler_type != "unix":
-            raise BaseError(f"the kernels need GCC or Clang, not {self.compiler.compiler_type}")
-        options = ["-std=c++17", "-O3", "-g0", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
-        options += ["-fno-exceptions", "-fno-rtti", "-w"]
-        if platform.system() != "Darwin":  # whose compiler has no OpenMP: one thread
-            # Compiled for OpenMP but not linked to it: the library is to use the runtime that PyTorch has loaded.
-            options.append("-fopenmp")
+        try:
+            self.build_library(ext)
+        except CompileError as exc:
+            self.warn(
+                f"openengine is built WITHOUT its native kernels ({exc}): it will run in plain PyTorch, several times "
+                "slower. For them, install a C++17 compiler (GCC 9+ or Clang 12+) and install openengine again"
+            )
 
-        def compile_for(source, level):
-            macros = [] if level is None else [("OE_LEVEL", level)]
-            folder = os.path.join(self.build_temp, level or "once")
-            flags = options + (LEVELS[level] if level else [])
+    def build_library(self, ext):
+        compiler = find_compiler()
+        options, is_gcc = OPTIONS, "clang" not in run(compiler, "--version")
+        if is_gcc:
+            # Compiled for OpenMP but linked to no runtime: the library is to use the one that PyTorch has loaded,
+            # which serves GCC's calls and not those of Clang. Built by Clang it runs on one thread.
+            options = [*options, "-fopenmp"]
+
+        def compile_for(job):
+            source, level = job
+            target = Path(self.build_temp, f"{Path(source).stem}_{level}.o")
+            flags = [*options, *LEVELS[level], f"-DOE_LEVEL={level}"] if level else options
             try:
-                return self.compiler.compile([source], folder, macros=macros, extra_postargs=flags)
-            except BaseError:
+                run(compiler, *flags, "-c", source, "-o", str(target))
+            except CompileError:
                 if level in (None, "generic"):
                     raise
-                return None
+                return None  # a compiler too old for this level: leave all of it out
+            return str(target)
 
-        once = [source for source in ext.sources if Path(source).name == ONCE]
-        work = [(source, None) for source in once]
-        work += [(source, level) for level in LEVELS for source in ext.sources if source not in once]
+        jobs = [(source, None) for source in ext.sources if Path(source).name == ONCE]
+        jobs += [(source, level) for source in ext.sources if Path(source).name != ONCE for level in LEVELS]
+        Path(self.build_temp).mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            results = list(pool.map(compile_for, *zip(*work)))
-        # A compiler that is too old for a level leaves all of it out.
-        failed = {level for (_, level), objects in zip(work, results) if objects is None}
-        objects = [name for (_, level), names in zip(work, results) if level not in failed for name in names]
-        target = self.get_ext_fullpath(ext.name)
-        Path(target).parent.mkdir(parents=True, exist_ok=True)
-        self.compiler.link_shared_object(objects, target, target_lang="c++")
+            objects = dict(zip(jobs, pool.map(compile_for, jobs)))
+        left_out = {level for (_, level), target in objects.items() if target is None}
+        objects = [target for (_, level), target in objects.items() if level not in left_out]
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        undefined = ["-undefined", "dynamic_lookup"] if platform.system() == "Darwin" else []
+        run(compiler, "-shared", *undefined, *objects, "-o", str(target))
 
-    def run(self):
-        try:
-            super().run()
-        except BaseError as exc:  # also a platform without any compiler that setuptools knows
-            self.warn(f"openengine: {exc}")
-        missing = [ext.name for ext in self.extensions if not Path(self.get_ext_fullpath(ext.name)).exists()]
-        if missing:
-            self.warn(
-                "openengine is installed WITHOUT its native kernels and will run in plain PyTorch, several times slower; "
-                "for them, install a C++17 compiler (GCC 9+ or Clang 12+) and install openengine again"
-            )
+
+def find_compiler():
+    for name in (os.environ.get("CXX"), "g++", "c++", "clang++"):
+        if name and shutil.which(name):
+            return name
+    raise CompileError("no C++ compiler was found (g++, c++, clang++, or the one that CXX names)")
+
+
+def run(*command):
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise CompileError(f"{' '.join(command)}: {done.stderr or done.stdout}")
+    return done.stdout
 
 
 SOURCES = sorted(str(path) for path in CSRC.glob("*.cpp"))

@@ -18,7 +18,7 @@ from openengine.handle import Handle
 from openengine.progress import progress_bar
 from openengine.types import GenerationResult
 
-__all__ = ["arun_batch", "cancel_and_wait", "failed", "named_item", "run_batch"]
+__all__ = ["aadmit", "arun_batch", "cancel_and_wait", "failed", "named_item", "run_batch"]
 
 Admit = Callable[..., Handle]  # (group, *, wait) -> handle; with `wait` a full queue is waited for, else Overloaded
 
@@ -86,7 +86,7 @@ async def arun_batch(
             return item
         async with room:
             try:
-                handle = await _aadmit(admit, item)
+                handle = await aadmit(admit, item)
                 try:
                     return await handle.aresult()
                 except asyncio.CancelledError:
@@ -107,7 +107,7 @@ async def arun_batch(
         raise
 
 
-async def _aadmit(admit: Admit, group: SequenceGroup) -> Handle:
+async def aadmit(admit: Admit, group: SequenceGroup) -> Handle:
     """Wait for room in the queue while the event loop runs on."""
     while True:
         try:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from openengine import __version__
-from openengine.batches import arun_batch, cancel_and_wait, failed, named_item, run_batch
+from openengine.batches import aadmit, arun_batch, cancel_and_wait, failed, named_item, run_batch
 from openengine.core.admission import Limits, RequestPreparer, as_token_ids, sampling_defaults
 from openengine.core.blocks import BlockManager
 from openengine.core.cache_key_service import CacheKeyService
@@ -247,7 +247,7 @@ class Engine:
         check_options(sampling, options)
         handle = None
         try:
-            handle = await self._aadmit(self._preparer.prepare(build_request(prompts, sampling, options)))
+            handle = await aadmit(self._admit, self._preparer.prepare(build_request(prompts, sampling, options)))
             return await handle.aresult()
         except OpenEngineError as exc:
             if on_error == "raise":

@@ -21,6 +21,7 @@ from openengine.core.tokenizer import Tokenizer
 from openengine.errors import InvalidArgument, UnsupportedFeature
 from openengine.ops.attention import AttentionBackend, select_backend
 from openengine.ops.kv_cache import KvCache, KvSpec
+from openengine.ops.linear import preferred_dtype
 from openengine.progress import progress_bar
 
 __all__ = ["LoadedModel", "attributes", "load", "start_line"]
@@ -123,7 +124,7 @@ def _device(name: str) -> torch.device:
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
-        name = "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float32"
+        return preferred_dtype(device)
     return getattr(torch, name)
 
 

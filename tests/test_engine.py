@@ -501,8 +501,10 @@ def test_gen_10_the_tables_of_many_stop_texts_are_shared_by_all_outputs(engine):
 
 ODD_VALUES = [
     None, True, 0, -1, 5, 10**30, 1.5, NAN, INF, "", "x", b"x", [], [1], ["x"], [None], (), {}, {"a": 1}, {1},
-    object(), int, np.int8(3), np.uint64(2**64 - 1), np.float16(0.5), np.bool_(True), np.array(3), np.array([1, 2]), np.array([]),
-    1j, range(3), iter([1]), SamplingParams(), StopCondition(stop_text="a"), CandidateTokenSelection(top_n=1), AllCandidates(), ...,
+    object(), int, np.int8(3), np.uint64(2**64 - 1), np.float16(0.5), np.bool_(True), np.array(3),
+    np.array([1, 2]), np.array([]),
+    1j, range(3), iter([1]), SamplingParams(), StopCondition(stop_text="a"),
+    CandidateTokenSelection(top_n=1), AllCandidates(), ...,
 ]  # fmt: skip
 FIELDS = [
     (kind, field.name)

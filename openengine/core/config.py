@@ -20,7 +20,7 @@ class EngineConfig:
 
     model_path: a directory of safetensors, a .gguf file, or a hub id.
     served_model_name, aliases: further names that requests may use for the model.
-    dtype: "auto" is float32 on a CPU, else bfloat16 where the device computes it.
+    dtype: "auto" is bfloat16 where the device multiplies it natively, else float32.
     quantization: "int8" multiplies in 8-bit integers on a CPU, weights and activations; None as `dtype` says.
     device: "auto", "cpu", "cuda" or "cuda:N".
     seed: makes requests without a seed reproducible in order of arrival; None draws fresh entropy.

@@ -12,6 +12,7 @@ The backend is llguidance; only this module knows it.
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,6 +37,7 @@ BACKEND = "llguidance"
 
 _MAX_CACHED = 256
 _NUM_WORKERS = 2
+_MAX_MASK_S = 1.0  # every step of every request would wait for it
 _BYTES_PER_SOURCE_BYTE = 8  # how much longer than its guide a grammar may be, beyond the first megabyte
 _LEAST_GRAMMAR_BYTES = 1 << 20
 _KINDS = ("json_schema", "regex", "ebnf_grammar", "structural_tag", "choice", "json_object")
@@ -85,7 +87,9 @@ class GuideCompiler:
         kind, source = _only_guide(guide)
         size = len(source.encode("utf-8", "replace"))
         if size > self._max_bytes:
-            raise InvalidArgument(f"the guide has {size} bytes, the limit guide_max_bytes is {self._max_bytes}; shorten it or raise the limit")
+            raise InvalidArgument(
+                f"the guide has {size} bytes, the limit guide_max_bytes is {self._max_bytes}; shorten it or raise the limit"
+            )
         _import_backend()
         with self._lock:
             shared = self._futures.get(guide)
@@ -134,7 +138,9 @@ class GuideCompiler:
                 f"the {what} guide takes longer than guide_timeout_s {self._timeout_s:g} to compile; simplify it or raise the limit"
             ) from None
         except (GrammarTooLarge, TooComplex, RecursionError, MemoryError):
-            raise InvalidArgument(f"the {what} guide is too complex: it is nested too deeply or has too many alternatives") from None
+            raise InvalidArgument(
+                f"the {what} guide is too complex: it is nested too deeply or has too many alternatives"
+            ) from None
         except _BackendRefused as exc:
             raise InvalidArgument(f"the {what} guide cannot be compiled: {exc}") from None
         return compiled
@@ -167,17 +173,30 @@ class GuideCompiler:
 class CompiledGuide:
     """A guide ready for use. Immutable and safe to use from many threads."""
 
-    __slots__ = ("_backend", "_grammar", "_prototype", "_vocab_size")
+    __slots__ = ("_backend", "_grammar", "_judge", "_prototype", "_vocab_size")
 
     def __init__(self, backend: _Backend, grammar: str, vocab_size: int) -> None:
         self._backend = backend
         self._grammar = grammar
         self._vocab_size = vocab_size
         self._prototype = backend.matcher(grammar)
+        self._judge: Any = None
 
     def accepts(self, text: str) -> bool:
-        """Whether `text` is a complete output under the guide."""
-        return self._backend.accepts(self._grammar, text)
+        """Whether `text` is a complete output under the guide. Raises InvalidArgument if that is too hard to tell."""
+        try:
+            data = list(text.encode())
+        except UnicodeEncodeError:
+            return False  # a lone surrogate, which no output holds
+        if self._judge is None:
+            self._judge = self._backend.byte_matcher(self._grammar)
+        matcher = self._judge.deep_copy()
+        taken = matcher.validate_tokens(data)
+        if taken == len(data):
+            matcher.consume_tokens(data)
+        if matcher.is_error():
+            raise InvalidArgument(f"the text is too complex to judge under this guide: {_first_line(matcher.get_error())}")
+        return taken == len(data) and matcher.is_accepting()
 
     def start(self, token_ids: Sequence[int] = (), *, stop_token_ids: Sequence[int] = ()) -> GuideState:
         """The state of a new sequence, or of one that has produced `token_ids` (after preemption).
@@ -198,7 +217,9 @@ class GuideState:
 
     __slots__ = ("_eos_token_ids", "_stop_bits", "_stop_token_ids", "_stop_words", "error", "matcher")
 
-    def __init__(self, matcher: Any, eos_token_ids: frozenset[int], stop_token_ids: Sequence[int], vocab_size: int) -> None:
+    def __init__(
+        self, matcher: Any, eos_token_ids: frozenset[int], stop_token_ids: Sequence[int], vocab_size: int
+    ) -> None:
         self.matcher = matcher
         self.error: str | None = None
         self._eos_token_ids = eos_token_ids
@@ -286,7 +307,9 @@ def _checked_text(text: object, name: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as exc:
-        raise InvalidArgument(f"guided.{name} holds a lone surrogate at position {exc.start}, which is no character") from None
+        raise InvalidArgument(
+            f"guided.{name} holds a lone surrogate at position {exc.start}, which is no character"
+        ) from None
     return text
 
 
@@ -297,7 +320,11 @@ def _add_json_schema(grammar: Grammar, guide: GuidedDecoding, work: Work) -> str
 def _add_regex(grammar: Grammar, guide: GuidedDecoding, work: Work) -> str:
     language = full_match(guide.regex)
     if is_empty(language, work):
-        hint = "; a lookahead or anchor in it excludes everything" if any(mark in guide.regex for mark in ("(?", "^", "$")) else ""
+        hint = (
+            "; a lookahead or anchor in it excludes everything"
+            if any(mark in guide.regex for mark in ("(?", "^", "$"))
+            else ""
+        )
         raise InvalidArgument(f"the regular expression {guide.regex!r:.80} matches no text{hint}")
     return grammar.symbol(language)
 
@@ -339,26 +366,27 @@ class _Backend:
         self._tokenizer = self._library.LLTokenizer(wrap(vocabulary), n_vocab=vocab_size, eos_token=list(eos_token_ids))
         self._bytes = self._library.LLTokenizer(wrap(_Bytes()), n_vocab=257, eos_token=256, slices=[])
         self._executor = self._library.LLExecutor()
-        self._limits = self._library.LLParserLimits(verbose_errors=False)
+        # Ten times the backend's own limits on work at the start, some 200 ms, and five times that of a step, some 70 ms.
+        self._limits = self._library.LLParserLimits(
+            initial_lexer_fuel=10_000_000, step_lexer_fuel=1_000_000, verbose_errors=False
+        )
+        self._row_words = -(-vocab_size // 32)
 
     def matcher(self, grammar: str) -> Any:
         """A matcher that has computed its first mask. Raises _BackendRefused."""
         matcher = self._new(self._tokenizer, grammar)
         probe = matcher.deep_copy()
-        probe.compute_bitmask()
+        began = time.thread_time()
+        self.fill([(probe, 0)], np.empty((1, self._row_words), np.int32))
         if probe.is_error():
             raise _BackendRefused(_first_line(probe.get_error()))
+        if time.thread_time() - began > _MAX_MASK_S:
+            raise _BackendRefused(f"it takes more than {_MAX_MASK_S:g} s to find the tokens that it allows")
         return matcher
 
-    def accepts(self, grammar: str, text: str) -> bool:
-        matcher = self._new(self._bytes, grammar)
-        try:
-            data = list(text.encode())
-        except UnicodeEncodeError:
-            return False
-        if matcher.validate_tokens(data) != len(data):
-            return False
-        return matcher.consume_tokens(data) and matcher.is_accepting()
+    def byte_matcher(self, grammar: str) -> Any:
+        """A matcher whose tokens are the bytes."""
+        return self._new(self._bytes, grammar)
 
     def fill(self, matchers: list[tuple[Any, int]], out: np.ndarray) -> None:
         """Masks of (matcher, row) pairs."""
@@ -434,7 +462,7 @@ class _Bytes:
 
 
 def _first_line(error: str) -> str:
-    return error.strip().partition("\n")[0][:300]
+    return error.strip().partition("\n")[0][:300].removesuffix("<non-verbose/>").strip()
 
 
 def _chain(source: Future[CompiledGuide], target: Future[CompiledGuide]) -> None:

@@ -37,7 +37,8 @@ class _Step(ctypes.Structure):
 
 class _Plan(ctypes.Structure):
     _fields_ = (
-        *((name, c_int32) for name in ("window", "num_items", "num_merges", "num_partials", "is_small", "num_together")),
+        *((name, c_int32) for name in ("window", "num_items", "num_merges", "num_partials", "is_small")),
+        ("num_together", c_int32),
         *((name, c_int64) for name in ("scratch_bytes", "partial_bytes")),
         *((name, c_void_p) for name in ("items", "merges")),
     )
@@ -73,7 +74,8 @@ class TiledKvCache(KvCache):
 
     def __init__(self, spec: KvSpec, num_blocks: int, block_size: int) -> None:
         super().__init__(spec, num_blocks, block_size, heads_first=True)
-        self.addresses = [(self.key(layer).data_ptr(), self.value(layer).data_ptr()) for layer in range(spec.num_layers)]
+        # Of each layer's keys and values.
+        self.addresses = [(key.data_ptr(), value.data_ptr()) for key, value in zip(self._keys, self._values)]
 
     def export_blocks(self, block_ids: Sequence[int]) -> Tensor:
         """See `KvCache.export_blocks`."""
@@ -110,7 +112,7 @@ class NativeAttention:
         if library is None:
             raise UnsupportedFeature(f"{native_absence()}, or use kernels='torch'")
         if dtype not in _DTYPES:
-            raise UnsupportedFeature(f"the native kernels attend in float32 and bfloat16, not {dtype}; use kernels='torch'")
+            raise UnsupportedFeature(f"the native kernels take float32 and bfloat16, not {dtype}; use kernels='torch'")
         self.name = f"native {level or library.levels[-1]}"
         self._plan = library.function("attention_plan", level=level)
         self._attend = library.function("attention", level=level)
@@ -184,6 +186,7 @@ class NativeAttention:
         call.cos = call.sin = None
         if angles is not None:
             cos, sin = angles
+            assert cos.is_contiguous() and sin.is_contiguous(), "angles must be contiguous"
             call.cos, call.sin, call.rotary_dim = cos.data_ptr(), sin.data_ptr(), cos.shape[-1]
         call.scale, call.softcap = scale, softcap or 0.0
         self._attend(byref(call))
@@ -210,7 +213,7 @@ def _joined(x: Tensor, head_dim: int) -> Tensor:
 
 
 def _pairs(data: Tensor, blocks: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Views of `data` in this layout and of `blocks` in the exported one that show the same keys, and the same values."""
+    """Keys, and values: each as a view of `data`, in this layout, and the same-shaped view of exported `blocks`."""
     packed = 4 // data.dtype.itemsize
     num_layers, _, count, num_heads, block_size, head_dim = data.shape
     tiles = (num_layers, count, block_size // _TILE, num_heads)

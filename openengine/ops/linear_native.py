@@ -130,9 +130,7 @@ class NativeWeights:
         ids = ids.contiguous()
         out = torch.empty(ids.shape[0], self.in_features, dtype=self.dtype)
         row_bytes = self.in_features * out.itemsize
-        self._functions[3](
-            self._address, ids.data_ptr(), ids.shape[0], out.data_ptr(), row_bytes, _FLOATS[self.dtype]
-        )
+        self._functions[3](self._address, ids.data_ptr(), ids.shape[0], out.data_ptr(), row_bytes, _FLOATS[self.dtype])
         return out
 
     def dense(self) -> Tensor:

@@ -79,7 +79,7 @@ def apply_rope_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def rotate_(q: Tensor, k: Tensor, angles: tuple[Tensor, Tensor] | None) -> None:
-    """Apply `angles` to queries and keys [T, heads, H] in place, in one pass where a projection made them side by side."""
+    """Rotate queries and keys [T, heads, H] in place, in one pass where a projection made them side by side."""
     if angles is None:
         return
     num_heads = q.shape[1] + k.shape[1]

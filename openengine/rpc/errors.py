@@ -10,10 +10,12 @@ from openengine import InternalError, OpenEngineError
 from openengine.rpc import openengine_pb2 as pb
 from openengine.rpc.structs import fill_struct, read_struct
 
-__all__ = ["ERROR_TRAILER", "error_of_status", "from_engine_error", "status_of", "to_engine_error"]
+__all__ = ["ACCEPTED_HEADERS", "ERROR_TRAILER", "error_of_status", "from_engine_error", "status_of", "to_engine_error"]
 
 ERROR_TRAILER = "openengine-error-bin"
 """Trailing metadata beside a gRPC status: the `EngineError` that it stands for, serialized."""
+ACCEPTED_HEADERS = (("openengine-accepted", "1"),)
+"""Initial metadata of an accepted stream: a refused call has none, so its first header tells the two apart."""
 
 _NAMESPACE = "openengine."  # of the details' keys
 _OF_STATUS = {

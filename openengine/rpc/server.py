@@ -22,8 +22,8 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from openengine import Engine, InvalidArgument
-from openengine.rpc import openengine_pb2_grpc, tokenizer_pb2_grpc
 from openengine.rpc import openengine_pb2 as pb
+from openengine.rpc import openengine_pb2_grpc, tokenizer_pb2_grpc
 from openengine.rpc import tokenizer_pb2 as tokenizer_pb
 from openengine.rpc.metrics import Metrics
 from openengine.rpc.servicer import OpenEngineServicer

@@ -46,7 +46,7 @@ from openengine.rpc.convert import (
     stream_error,
     to_proto,
 )
-from openengine.rpc.errors import ERROR_TRAILER, status_of, to_engine_error
+from openengine.rpc.errors import ACCEPTED_HEADERS, ERROR_TRAILER, status_of, to_engine_error
 from openengine.rpc.metrics import Metrics, RequestMetrics
 
 __all__ = ["OpenEngineServicer", "in_thread", "refuse_errors"]
@@ -117,7 +117,7 @@ class OpenEngineServicer(openengine_pb2_grpc.OpenEngineServicer):
         handle = await self._accept(request)
         meter = RequestMetrics(self._metrics)
         try:
-            await context.send_initial_metadata(())
+            await context.send_initial_metadata(ACCEPTED_HEADERS)
             while True:
                 try:
                     event = await handle.anext_event()
@@ -222,7 +222,7 @@ class OpenEngineServicer(openengine_pb2_grpc.OpenEngineServicer):
         options = arguments(from_proto(request))
         reports = _Reports(self._engine.drain_events(**options))
         try:
-            await context.send_initial_metadata(())
+            await context.send_initial_metadata(ACCEPTED_HEADERS)
             if request.stop_accepting_new_requests and self._on_stop_accepting is not None:
                 await self._on_stop_accepting()
             while (report := await reports.get()) is not None:
@@ -277,7 +277,7 @@ async def _follow(
 ) -> None:
     """Send the events of an accepted subscription until it ends; an error is its last response."""
     with events:
-        await context.send_initial_metadata(())
+        await context.send_initial_metadata(ACCEPTED_HEADERS)
         try:
             async for event in events:
                 await context.write(response(event))

@@ -14,6 +14,7 @@ from openengine import Engine
 from openengine.rpc import tokenizer_pb2 as pb
 from openengine.rpc import tokenizer_pb2_grpc
 from openengine.rpc.convert import arguments, from_proto, to_proto
+from openengine.rpc.errors import ACCEPTED_HEADERS
 from openengine.rpc.servicer import Context, in_thread, refuse_errors
 
 __all__ = ["OpenEngineTokenizerServicer"]
@@ -33,6 +34,7 @@ class OpenEngineTokenizerServicer(tokenizer_pb2_grpc.OpenEngineTokenizerServicer
     @refuse_errors
     async def GetTokenizerArtifacts(self, request: pb.GetTokenizerArtifactsRequest, context: Context) -> None:
         chunks = await in_thread(self._threads, lambda: self._service.artifacts(**arguments(from_proto(request))))
+        await context.send_initial_metadata(ACCEPTED_HEADERS)
         for chunk in chunks:
             await context.write(to_proto(chunk))
 

@@ -39,10 +39,9 @@ class Quality(NamedTuple):
 def log_probs(path: str, ids: Tensor, *, dtype: torch.dtype, quantization: str | None, kernels: str = "auto") -> Tensor:
     """The model's log-probabilities after each of `ids` i64[T], float32 [T, V]."""
     cpu = torch.device("cpu")
-    backend = select_backend(cpu, dtype, kernels)
-    model = load_model(
-        open_checkpoint(path), dtype=dtype, device=cpu, backend=backend, quantization=quantization, kernels=kernels
-    )
+    checkpoint = open_checkpoint(path)
+    backend = select_backend(cpu, dtype, kernels, head_dim=checkpoint.config.head_dim)
+    model = load_model(checkpoint, dtype=dtype, device=cpu, backend=backend, quantization=quantization, kernels=kernels)
     config, size, count = model.config, backend.block_size, len(ids)
     spec = KvSpec(config.num_layers, config.num_kv_heads, config.head_dim, dtype, cpu)
     num_blocks = -(-count // size)

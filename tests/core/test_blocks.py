@@ -400,7 +400,12 @@ def test_kv_10_kv_11_a_prompt_stored_by_one_request_is_one_event():
     blocks = pool()
     keys = publish_all(blocks, blocks.allocate(3), prompt(3), request_id="r7")
     stored = BlockStored(
-        block_hashes=tuple(keys), parent_block_hash=None, token_ids=tuple(prompt(3)), block_size=SIZE, extra_keys=()
+        block_hashes=tuple(keys),
+        parent_block_hash=None,
+        token_ids=tuple(prompt(3)),
+        block_size=SIZE,
+        kv_cache_spec_kind="full_attention",
+        cache_key_profile="openengine.block-chain.sha256-cbor/1",
     )
     assert blocks.take_events() == [KvEvent(event=stored, request_id="r7")]
     assert blocks.take_events() == []

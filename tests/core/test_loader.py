@@ -14,6 +14,7 @@ from openengine.core.loader import load_model, open_checkpoint
 from openengine.core.models import CausalLM
 from openengine.errors import InvalidArgument, ModelNotFound, UnsupportedFeature
 from openengine.ops.attention import select_backend
+from openengine.ops.native import native_library
 from tests.checkpoints import BOS, EOS, IM_END, edit_config, write_checkpoint
 
 pytest.importorskip("transformers")
@@ -350,7 +351,9 @@ def test_memory_peaks_near_the_final_size(copy, dtype):
     before = memory("VmRSS")
     model = load(copy, dtype)
     final = model.num_bytes
-    assert memory("VmHWM") - before < final + (24 << 20)
+    # oneDNN's form of a matrix is made beside the plain one; the native form is filled as it is read.
+    beside = 0 if native_library() else rows * 64 * dtype.itemsize
+    assert memory("VmHWM") - before < final + beside + (24 << 20)
 
 
 def memory(field: str) -> int:

@@ -76,7 +76,9 @@ def test_a_norm_adds_the_branch_to_the_residual_in_place(level, dtype, kind):
 def test_a_norm_of_heads_is_its_twin_and_reads_strided_rows(level, dtype):
     parts = {"q_norm": 3, "k_norm": 1}
     for width in (4, 64, 100):
-        fused, twin = (filled(HeadNorm(parts, width, 1e-6, offset=1.0, device=CPU, native=n)) for n in (library(level), None))
+        fused, twin = (
+            filled(HeadNorm(parts, width, 1e-6, offset=1.0, device=CPU, native=n)) for n in (library(level), None)
+        )
         x = randn(9, 6, width).to(dtype)[:, :4]
         assert_close(fused(x), twin(x), twin(x.float()))
 

@@ -13,6 +13,8 @@ from openengine.ops.linear import DenseWeights, Linear, PackedPart, preferred_dt
 from openengine.ops.linear_native import NativeWeights
 from openengine.ops.native import native_library
 from openengine.ops.quantize import INT8_RUN, Int8Weights, quantize_run, quantize_weight
+from tests.bench.quality import VARIANTS, log_probs
+from tests.checkpoints import FAMILIES, VOCAB_SIZE, write_checkpoint
 
 CPU = torch.device("cpu")
 LIBRARY = native_library()
@@ -229,9 +231,7 @@ def test_int8_takes_a_quarter_of_float32s_memory():
 
 
 def linear(library, *, transposed: bool = False, bias: bool = True, **options) -> Linear:
-    return Linear.empty(
-        24, {"q": 10, "k": 6}, bias=bias, transposed=transposed, device=CPU, native=library, **options
-    )
+    return Linear.empty(24, {"q": 10, "k": 6}, bias=bias, transposed=transposed, device=CPU, native=library, **options)
 
 
 @pytest.mark.parametrize("library", [LIBRARY, None], ids=["native", "torch"])
@@ -275,3 +275,19 @@ def test_int8_on_another_device_is_refused():
 
 def test_the_preferred_dtype_of_a_cpu_is_one_that_it_multiplies():
     assert preferred_dtype(CPU) in FLOATS
+
+
+# ---------------------------------------------------------------------------------------------------------- whole models
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize("variant", ["bfloat16", "int8, bfloat16 activations"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_predicts_nearly_the_same_in_bfloat16_and_int8(tmp_path, family, variant, kernels):
+    path = str(write_checkpoint(tmp_path, family, tokenizer=False))
+    ids = torch.randint(VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(1))
+    reference = log_probs(path, ids, dtype=torch.float32, quantization=None, kernels="torch")
+    dtype, quantization = VARIANTS[variant]
+    actual = log_probs(path, ids, dtype=dtype, quantization=quantization, kernels=kernels)
+    spread = reference.std(dim=1).mean()
+    assert (actual - reference).abs().mean() < 0.05 * spread

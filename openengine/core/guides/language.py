@@ -42,6 +42,7 @@ _LAST = 0x10FFFF
 _SURROGATES = (0xD800, 0xDFFF)
 _DEFAULT_BUDGET = 1500
 _MAX_SIZE = 400_000
+_SIZE_PER_TICK = 64
 _PLAIN = ("concat", "union", "repeat")
 
 
@@ -320,7 +321,7 @@ def sample(language: Language, work: Work, *, budget: int = _DEFAULT_BUDGET) -> 
     while pending:
         state = pending.pop()
         for char in representatives(state):
-            work.tick()
+            work.tick(1 + state.size // _SIZE_PER_TICK)
             following = state.after(char)
             if following == EMPTY or following in came_from:
                 continue

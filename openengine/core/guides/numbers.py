@@ -84,7 +84,9 @@ class NumberRange:
     def with_multiple(self, step: Fraction) -> NumberRange:
         if self.multiple_of is not None:
             a, b = self.multiple_of, step
-            step = Fraction(lcm(a.numerator * b.denominator, b.numerator * a.denominator), a.denominator * b.denominator)
+            step = Fraction(
+                lcm(a.numerator * b.denominator, b.numerator * a.denominator), a.denominator * b.denominator
+            )
         return replace(self, multiple_of=step)
 
     def contains(self, value: Fraction) -> bool:
@@ -247,7 +249,8 @@ def _at_most(bound: Fraction, *, strictly: bool) -> Language:
     """Magnitudes of at most `bound` >= 0."""
     sci = _scientific(None, None, small=True)
     return union(
-        _plain_at_most(bound, strictly=strictly), intersect(sci, complement(_scientific(bound, not strictly, small=True)))
+        _plain_at_most(bound, strictly=strictly),
+        intersect(sci, complement(_scientific(bound, not strictly, small=True))),
     )
 
 
@@ -261,7 +264,9 @@ def _plain_at_most(bound: Fraction, *, strictly: bool) -> Language:
         least = "1" if index == 0 and len(whole) > 1 else "0"
         if digit > least:
             rest = len(whole) - index - 1
-            smaller.append(concat(literal(whole[:index]), chars([(ord(least), ord(digit) - 1)]), repeat(_DIGIT, rest, rest)))
+            smaller.append(
+                concat(literal(whole[:index]), chars([(ord(least), ord(digit) - 1)]), repeat(_DIGIT, rest, rest))
+            )
     below = concat(union(*smaller), repeat(_FRACTION, 0, 1))
     return union(below, concat(literal(whole), _fraction_at_most(fraction, strictly=strictly)))
 
@@ -298,7 +303,11 @@ def _scientific(bound: Fraction | None, strictly: bool | None, *, small: bool) -
 
 def _exponents(low: int, high: int) -> Language:
     """`e+16` and the like, for the exponents of floats between `low` and `high`."""
-    numbers = [n for n in range(max(low, _MIN_EXPONENT), min(high, _MAX_EXPONENT) + 1) if n >= _LARGE_EXPONENT or n <= _SMALL_EXPONENT]
+    numbers = [
+        n
+        for n in range(max(low, _MIN_EXPONENT), min(high, _MAX_EXPONENT) + 1)
+        if n >= _LARGE_EXPONENT or n <= _SMALL_EXPONENT
+    ]
     return union(*(_run(sign, sorted(abs(n) for n in numbers if (n < 0) is (sign == "-"))) for sign in "+-"))
 
 

@@ -8,6 +8,7 @@ comes after it. What has no such meaning (`\\b`, back references, lookbehind, an
 from __future__ import annotations
 
 import functools
+import itertools
 import unicodedata
 from dataclasses import dataclass
 from enum import Enum
@@ -41,7 +42,13 @@ _ECMA_SPACE = (
     (0x2028, 0x2029),
 )
 _CONTROL_ESCAPES = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "0": 0}
-_FLAGS = {"i": "case-insensitive matching", "m": "multi-line mode", "s": "dot-all mode", "x": "verbose mode", "u": "(?u)"}
+_FLAGS = {
+    "i": "case-insensitive matching",
+    "m": "multi-line mode",
+    "s": "dot-all mode",
+    "x": "verbose mode",
+    "u": "(?u)",
+}
 
 
 class _Mark(Enum):
@@ -162,6 +169,11 @@ def _plain(node: _Node) -> Language | None:
     return union(*parts) if isinstance(node, _Choice) else concat(*parts)
 
 
+def _simplified(node: _Node) -> _Node:
+    plain = _plain(node)
+    return node if plain is None else plain
+
+
 def _has_start(node: _Node) -> bool:
     if isinstance(node, _Sequence | _Choice):
         return any(_has_start(part) for part in node.parts)
@@ -221,7 +233,11 @@ class _Parser:
         parts: list[_Node] = []
         while self._at < len(self._text) and self._peek() not in "|)":
             parts.append(self._repeated())
-        return parts[0] if len(parts) == 1 else _Sequence(tuple(parts))
+        joined: list[_Node] = []
+        for is_plain, group in itertools.groupby(map(_simplified, parts), lambda part: isinstance(part, Language)):
+            members = list(group)
+            joined.extend([concat(*members)] if is_plain else members)
+        return joined[0] if len(joined) == 1 else _Sequence(tuple(joined))
 
     def _repeated(self) -> _Node:
         start = self._at

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from openengine.core.guides.grammar import Grammar
-from openengine.core.guides.schema_shapes import ArrayShape, Goal, NumberShape, ShapeSolver, Values
+from openengine.core.guides.schema_shapes import ArrayShape, Goal, NumberShape, Values
+from openengine.core.guides.schema_solver import ShapeSolver
 from openengine.core.guides.schema_source import unsupported
 from openengine.core.guides.schema_values import Value
 
@@ -143,7 +144,9 @@ class ArrayMachine:
             elif listed is not None and len(listed) <= _MAX_VALUES:
                 found.extend(Value.of(value) for value in listed)
             else:
-                raise unsupported(*self._where, "items can be compared only where they are drawn from a short list of values")
+                raise unsupported(
+                    *self._where, "items can be compared only where they are drawn from a short list of values"
+                )
         if len(found) > _MAX_VALUES:
             raise unsupported(*self._where, f"items can be compared only among at most {_MAX_VALUES} values")
         return found

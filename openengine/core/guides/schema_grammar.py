@@ -34,10 +34,10 @@ from openengine.core.guides.schema_shapes import (
     NumberShape,
     ObjectShape,
     Shape,
-    ShapeSolver,
     StringShape,
     Values,
 )
+from openengine.core.guides.schema_solver import ShapeSolver
 from openengine.core.guides.schema_source import SchemaDocument, unsupported
 from openengine.core.guides.work import Work
 from openengine.errors import InvalidArgument
@@ -132,7 +132,9 @@ class _Productive:
                 return False
             declared = sum(self.has(goal) for _, goal, _ in shape.declared)
             others = [language for language, goal in shape.others if self.has(goal)]
-            if not all(any(not self._solver.surely_empty(intersect(wanted, each)) for each in others) for wanted in shape.some):
+            if not all(
+                any(not self._solver.surely_empty(intersect(wanted, each)) for each in others) for wanted in shape.some
+            ):
                 return False
             required = sum(is_required for _, _, is_required in shape.declared) + bool(shape.some)
             return (shape.high is None or required <= shape.high) and (bool(others) or declared >= shape.low)
@@ -216,8 +218,14 @@ class _Writer:
         if len(_digits(wanted.multiple_of)) > _MAX_STEP_DIGITS:
             schema = goal[0][0]
             raise unsupported(schema.at("multipleOf"), "multipleOf", f"it has more than {_MAX_STEP_DIGITS} digits")
-        content = [f'"type":"{"integer" if wanted.is_integer else "number"}"', f'"multipleOf":{_digits(wanted.multiple_of)}']
-        for name, bound, is_open in (("inimum", wanted.low, wanted.low_open), ("aximum", wanted.high, wanted.high_open)):
+        content = [
+            f'"type":"{"integer" if wanted.is_integer else "number"}"',
+            f'"multipleOf":{_digits(wanted.multiple_of)}',
+        ]
+        for name, bound, is_open in (
+            ("inimum", wanted.low, wanted.low_open),
+            ("aximum", wanted.high, wanted.high_open),
+        ):
             if bound is not None:
                 content.append(f'"{"exclusiveM" if is_open else "m"}{name}":{_digits(bound)}')
         return self._grammar.rule([f"%json {{{','.join(content)}}}"])
@@ -251,7 +259,9 @@ class _Writer:
             if more_high == 0:
                 return f"{start} {end}"
             items = self._symbol(shape.items)
-            rest = _repeated(f"{self._comma} {items}", max(more_low - 1, 0), None if more_high is None else more_high - 1)
+            rest = _repeated(
+                f"{self._comma} {items}", max(more_low - 1, 0), None if more_high is None else more_high - 1
+            )
             body = f"{items} {rest}"
             return f"{start} {body} {end}" if more_low else f"{start} ({body})? {end}"
         rest = ""
@@ -266,7 +276,11 @@ class _Writer:
     # ---- objects
 
     def _write_object(self, shape: ObjectShape) -> str:
-        declared = [(self._member(literal(name), goal), must) for name, goal, must in shape.declared if self.productive.has(goal)]
+        declared = [
+            (self._member(literal(name), goal), must)
+            for name, goal, must in shape.declared
+            if self.productive.has(goal)
+        ]
         others = [(language, goal) for language, goal in shape.others if self.productive.has(goal)]
         rest = self._grammar.rule([self._member(*each) for each in others]) if others else None
         start, end = self._object
@@ -296,7 +310,11 @@ class _Writer:
         return heads[0] if len(heads) == 1 else self._grammar.rule(heads)
 
     def _counted_members(
-        self, shape: ObjectShape, declared: list[tuple[str, bool]], others: list[tuple[Language, Goal]], rest: str | None
+        self,
+        shape: ObjectShape,
+        declared: list[tuple[str, bool]],
+        others: list[tuple[Language, Goal]],
+        rest: str | None,
     ) -> str:
         """Members with their number between bounds, or with a name required of those that are not declared."""
         wanted = self._wanted(shape, others, rest) if shape.some else None
@@ -342,7 +360,6 @@ class _Writer:
         assert start is not None, "unproductive shapes are left out before"
         return start
 
-
     def _wanted(self, shape: ObjectShape, others: list[tuple[Language, Goal]], rest: str | None) -> str:
         """Undeclared members, among them one of each set of names in `shape.some`."""
         if len(shape.some) > _MAX_WANTED:
@@ -358,7 +375,9 @@ class _Writer:
         after = {frozenset(): f"({self._comma} {rest})*"}
         for missing in subsets:
             options = [
-                f"{members[subset]} {after[missing - subset]}" if missing == subset else f"{members[subset]} {self._comma} {after[missing - subset]}"
+                f"{members[subset]} {after[missing - subset]}"
+                if missing == subset
+                else f"{members[subset]} {self._comma} {after[missing - subset]}"
                 for subset in members
                 if subset <= missing
             ]

@@ -166,7 +166,9 @@ class SchemaDocument:
         if not isinstance(dialect, str):
             raise schema_error("/$schema", "$schema", f"must be a string, not {_show(dialect)}")
         if dialect and "json-schema.org" not in dialect:
-            raise unsupported("/$schema", "$schema", f"the dialect {_show(dialect)} is not known; use Draft 7 or 2020-12")
+            raise unsupported(
+                "/$schema", "$schema", f"the dialect {_show(dialect)} is not known; use Draft 7 or 2020-12"
+            )
         if any(f"draft-0{number}" in dialect for number in "123"):
             raise unsupported("/$schema", "$schema", f"{_show(dialect)} is too old; use Draft 7 or 2020-12")
         return any(draft in dialect for draft in _LEGACY)
@@ -251,7 +253,9 @@ def _check_keywords(schema: Schema) -> None:
         if keyword in content and not (isinstance(content[keyword], list) and content[keyword]):
             raise schema_error(schema.at(keyword), keyword, "must be a list of schemas that is not empty")
     items = content.get("items")
-    lists = [(name, content.get(name, ())) for name in _MANY] + [("items", items if isinstance(items, list) else [items])]
+    lists = [(name, content.get(name, ())) for name in _MANY] + [
+        ("items", items if isinstance(items, list) else [items])
+    ]
     for keyword, inner in lists:
         for index, each in enumerate(inner):
             if not (keyword == "items" and "items" not in content):
@@ -272,7 +276,9 @@ def _check_scalars(schema: Schema) -> None:
     content = schema.content
     for keyword in _COUNTS:
         if keyword in content and not (_is_number(content[keyword], whole=True) and content[keyword] >= 0):
-            raise schema_error(schema.at(keyword), keyword, f"must be a whole number >= 0, not {_show(content[keyword])}")
+            raise schema_error(
+                schema.at(keyword), keyword, f"must be a whole number >= 0, not {_show(content[keyword])}"
+            )
     for keyword in ("minimum", "maximum", "multipleOf"):
         if keyword in content and not _is_number(content[keyword]):
             raise schema_error(schema.at(keyword), keyword, f"must be a number, not {_show(content[keyword])}")

@@ -83,7 +83,9 @@ class Validator:
 
     def _items(self, schema: Schema, value: list[Any]) -> bool:
         content = schema.content
-        first, rest = ("items", "additionalItems") if isinstance(content.get("items"), list) else ("prefixItems", "items")
+        first, rest = (
+            ("items", "additionalItems") if isinstance(content.get("items"), list) else ("prefixItems", "items")
+        )
         size = len(content.get(first, ()))
         if not all(self._child(schema, item, first, index) for index, item in enumerate(value[:size])):
             return False

@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from openengine.core.guides.cfg import Choice, Loop, Node, Ready, Reference, Sequence, add_rules
+from openengine.core.guides.context_free import Choice, Loop, Node, Ready, Reference, Sequence, add_rules
 from openengine.core.guides.gbnf import parse_gbnf
 from openengine.core.guides.grammar import Grammar
 from openengine.core.guides.language import (
@@ -203,7 +203,8 @@ class _Builder:
 
     def _triggered_tags(self, content: dict[str, Any], pointer: str) -> Node:
         tags = [
-            self._tag_parts(each, f"{pointer}/tags/{index}") for index, each in enumerate(_list(content, "tags", pointer))
+            self._tag_parts(each, f"{pointer}/tags/{index}")
+            for index, each in enumerate(_list(content, "tags", pointer))
         ]
         return self.triggered(
             tags,
@@ -215,7 +216,9 @@ class _Builder:
         )
 
     def _tags_with_separator(self, content: dict[str, Any], pointer: str) -> Node:
-        tags = [self._tag(each, f"{pointer}/tags/{index}") for index, each in enumerate(_list(content, "tags", pointer))]
+        tags = [
+            self._tag(each, f"{pointer}/tags/{index}") for index, each in enumerate(_list(content, "tags", pointer))
+        ]
         tag, separator = Choice(tuple(tags)), literal(_text(content, "separator", pointer))
         more = EPSILON if _flag(content, "stop_after_first", pointer) else Loop(Sequence((separator, tag)), 0, None)
         return Loop(Sequence((tag, more)), int(_flag(content, "at_least_one", pointer)), 1)
@@ -258,7 +261,9 @@ def _renamed(node: Node, prefix: str) -> Node:
 
 
 def _wrong(pointer: str, problem: str) -> InvalidArgument:
-    return InvalidArgument(f"the structural tag is malformed at {pointer or '#'}: it {problem}", details={"pointer": pointer})
+    return InvalidArgument(
+        f"the structural tag is malformed at {pointer or '#'}: it {problem}", details={"pointer": pointer}
+    )
 
 
 def _check_keys(content: dict[str, Any], pointer: str, known: set[str]) -> None:
@@ -284,7 +289,11 @@ def _texts(content: dict[str, Any], key: str, pointer: str, *, optional: bool = 
     if optional and key not in content:
         return []
     value = content.get(key)
-    if not isinstance(value, list) or not all(isinstance(each, str) and each for each in value) or not (value or optional):
+    if (
+        not isinstance(value, list)
+        or not all(isinstance(each, str) and each for each in value)
+        or not (value or optional)
+    ):
         raise _wrong(f"{pointer}/{key}", "must be a list of texts, none of them empty")
     return value
 

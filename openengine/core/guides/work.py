@@ -29,11 +29,12 @@ class Work:
     def remaining_s(self) -> float:
         return self._deadline - self._clock()
 
-    def tick(self) -> None:
-        """Note one small step. Raises CompileTimeout when the time is up."""
-        self._ticks += 1
-        if self._ticks % _TICKS_PER_LOOK:
+    def tick(self, weight: int = 1) -> None:
+        """Note a small step, or `weight` of them. Raises CompileTimeout when the time is up."""
+        self._ticks += weight
+        if self._ticks < _TICKS_PER_LOOK:
             return
+        self._ticks = 0
         now = self._clock()
         if now > self._deadline:
             raise CompileTimeout

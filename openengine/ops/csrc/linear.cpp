@@ -5,10 +5,6 @@
 
 #include "linear.h"
 
-#ifdef _OPENMP
-#include <omp.h>
-#endif
-
 namespace {
 
 constexpr int VECS = 2;                                       // vectors of outputs in a tile
@@ -21,7 +17,7 @@ constexpr int FLOAT_ROWS = 10, INT8_ROWS = 6;
 constexpr int FLOAT_ROWS = 4, INT8_ROWS = 2;
 #endif
 constexpr int64_t NEAR = 2048;              // bytes to fetch ahead of a tile that reads weights from memory
-constexpr int64_t BLOCK_BYTES = 1 << 20;   // of activations that stay in the second-level cache beside a panel
+constexpr int64_t BLOCK_BYTES = 1 << 20;     // of activations that stay in the second-level cache beside a panel
 
 OE_INLINE vi splat_group(const char* at) { return vi{} + load_as<int32_t>(at); }
 

@@ -39,7 +39,7 @@ _PRODUCT_BUDGET = 300
 _MAX_PAIRS = 100_000
 _SOME_TEXT = complement(EPSILON)
 _MAX_ROUNDS = 60
-_MAX_TERMINAL = 5000
+_MAX_TERMINAL = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,9 @@ def _reached(rules: Mapping[str, Node], start: str) -> dict[str, Node]:
         if name in found:
             continue
         if name not in rules:
-            raise InvalidArgument(f"the grammar has no rule {name!r}, which it {'starts with' if name == start else 'refers to'}")
+            raise InvalidArgument(
+                f"the grammar has no rule {name!r}, which it {'starts with' if name == start else 'refers to'}"
+            )
         found[name] = rules[name]
         pending.extend(_references(rules[name]))
     return found
@@ -164,7 +166,9 @@ def _pruned(node: Node, productive: set[str]) -> Node:
     if isinstance(node, Choice):
         return Choice(tuple(_pruned(part, productive) for part in node.parts if _derives(part, productive)))
     if isinstance(node, Loop):
-        return Loop(_pruned(node.inner, productive), node.low, node.high) if _derives(node.inner, productive) else EPSILON
+        return (
+            Loop(_pruned(node.inner, productive), node.low, node.high) if _derives(node.inner, productive) else EPSILON
+        )
     return node
 
 
@@ -295,7 +299,9 @@ class _Lexing:
                             f"{other.part.what} cannot be told from another text that may stand in its place; put a text "
                             "that begins with another character before one of them"
                         )
-                elif not other.part.language.is_chars and self._goes_on(place.part.language, after, other.part.language):
+                elif not other.part.language.is_chars and self._goes_on(
+                    place.part.language, after, other.part.language
+                ):
                     found.add(other.index)
         return found
 
@@ -351,7 +357,7 @@ class _Lexing:
         pending = [(part, other)]
         is_start = True
         for ours, theirs in pending:
-            self._work.tick()
+            self._work.tick(1 + (ours.size + theirs.size) // 64)
             if ours.has_empty and not is_start and intersect(self._first_of_language(theirs), after) != EMPTY:
                 return True
             is_start = False

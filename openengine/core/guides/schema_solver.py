@@ -1,0 +1,259 @@
+"""From a schema to shapes: `ShapeSolver.shapes(goal)` gives the alternatives of a goal.
+
+A value meets a goal, a conjunction of literals (schema, holds or not), exactly if it meets one of its alternatives. A shape
+speaks of one JSON type, and of the parts of arrays and objects by goals again, so recursion and references need no
+special case:
+
+    allOf, $ref            the literals of one goal            not                the same keywords, negated
+    anyOf, type            alternatives                        if, dependencies   (if and then) or (not if and else)
+    oneOf                  alternatives, each without those of the others that it does not exclude by itself
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from openengine.core.guides.language import (
+    ANY_TEXT,
+    EMPTY,
+    Language,
+    TooComplex,
+    complement,
+    intersect,
+    is_empty,
+    literal,
+    matches,
+    union,
+)
+from openengine.core.guides.schema_keywords import Rule, check_size, rules_of
+from openengine.core.guides.schema_shapes import (
+    STARTS,
+    ArrayShape,
+    Goal,
+    MemberRule,
+    NumberShape,
+    ObjectDraft,
+    ObjectShape,
+    Shape,
+    State,
+    StringShape,
+    Values,
+    both_strings,
+    merged_strings,
+    unique,
+)
+from openengine.core.guides.schema_source import TYPES, Schema, SchemaDocument, unsupported
+from openengine.core.guides.schema_values import Validator, Value
+from openengine.core.guides.work import Work
+
+__all__ = ["ShapeSolver"]
+
+_MAX_CLASSES = 64
+_NEVER: Final[Goal] = ((Schema(False, "", ""), True),)
+
+
+class ShapeSolver:
+    """Works out shapes of the goals of one document, each once."""
+
+    def __init__(self, document: SchemaDocument, work: Work) -> None:
+        self.document = document
+        self.work = work
+        self._validator = Validator(document)
+        self._shapes: dict[Goal, tuple[Shape, ...]] = {}
+        self._may_hold: dict[tuple[Goal, str | None], bool] = {}
+        self._strings: dict[tuple[Schema, bool], list[State]] = {}
+        self._empty: dict[Language, bool] = {}
+        self._open: list[tuple[Schema, bool]] = []  # literals being expanded, to notice references that go in circles
+
+    def shapes(self, goal: Goal) -> tuple[Shape, ...]:
+        """The alternatives of `goal`; none when no value can meet it. Raises InvalidArgument for what is unsupported."""
+        known = self._shapes.get(goal)
+        if known is None:
+            known = self._shapes[goal] = tuple(shape for kind in TYPES for shape in self._solve(goal, kind))
+        return known
+
+    def goal(self, *parts: tuple[Schema, bool] | Goal) -> Goal:
+        """A goal of literals and goals, without the literals that always hold."""
+        flat: dict[tuple[Schema, bool], None] = {}
+        for part in parts:
+            for schema, holds in (part,) if part and isinstance(part[0], Schema) else part:
+                if schema.content is not holds and not (holds and schema.content == {}):
+                    flat[schema, holds] = None
+        return tuple(flat)
+
+    def string_language(self, goal: Goal) -> Language:
+        """The strings that meet `goal`."""
+        found = [EMPTY]
+        for shape in self._solve(goal, "string"):
+            if isinstance(shape, Values):
+                found.extend(literal(value.content) for value in shape.values)
+            else:
+                found.append(shape.language)
+        return union(*found)
+
+    def surely_empty(self, language: Language) -> bool:
+        """Whether no string belongs to `language`; False when that would take too long to find out."""
+        known = self._empty.get(language)
+        if known is None:
+            try:
+                known = is_empty(language, self.work)
+            except TooComplex:
+                known = False
+            self._empty[language] = known
+        return known
+
+    def _solve(self, goal: Goal, kind: str) -> list[Shape]:
+        outer, self._open = self._open, []
+        try:
+            states = self.refine_all([STARTS[kind]], goal)
+        finally:
+            self._open = outer
+        values: dict[Value, None] = {}
+        shapes: dict[Shape, None] = {}
+        for state in states:
+            if isinstance(state, Values):
+                values.update(dict.fromkeys(state.values))
+            elif isinstance(state, ObjectDraft):
+                shapes.update(dict.fromkeys(self._finish_object(state)))
+            elif isinstance(state, StringShape):
+                if not self.surely_empty(state.language):
+                    shapes[state] = None
+            elif isinstance(state, NumberShape):
+                if state.range.values() != []:
+                    shapes[state] = None
+            elif state.high is None or state.low <= state.high:
+                shapes[state] = None
+        # A finite set is checked value by value against the whole goal, so that nothing else need be worked out for it.
+        held = tuple(v for v in values if all(self._validator.holds(schema, v.content) is p for schema, p in goal))
+        return ([Values(kind, held)] if held else []) + list(shapes)
+
+    def refine_all(self, states: list[State], goal: Goal) -> list[State]:
+        for schema, holds in goal:
+            states = self.refine(states, schema, holds)
+        return states
+
+    def refine(self, states: list[State], schema: Schema, holds: bool) -> list[State]:
+        """The states that also meet (or do not meet) `schema`."""
+        self.work.tick()
+        if not states:
+            return []
+        if isinstance(schema.content, bool):
+            return states if schema.content is holds else []
+        if states[0].kind == "string" and states != [STARTS["string"]]:
+            # Strings need no alternatives: what a schema asks of them is one language, worked out once.
+            alone = self._strings.get((schema, holds))
+            if alone is None:
+                alone = self._strings[schema, holds] = self.refine([STARTS["string"]], schema, holds)
+            return merged_strings(both_strings(a, b) for a in states for b in alone)
+        if (schema, holds) in self._open:
+            raise unsupported(schema.at("$ref"), "$ref", "the schema refers to itself without anything in between")
+        self._open.append((schema, holds))
+        try:
+            new = self._assert(states, schema) if holds else self._deny(states, schema)
+        finally:
+            self._open.pop()
+        return merged_strings(new) if states[0].kind == "string" else new
+
+    def _assert(self, states: list[State], schema: Schema) -> list[State]:
+        for rule in rules_of(schema, is_legacy=self.document.is_legacy):
+            states = unique(state for old in states for state in self._apply(old, schema, rule, True))
+            check_size(states, schema, rule.keywords)
+        return states
+
+    def _deny(self, states: list[State], schema: Schema) -> list[State]:
+        found: list[State] = []
+        for rule in rules_of(schema, is_legacy=self.document.is_legacy):
+            found = unique([*found, *(state for old in states for state in self._apply(old, schema, rule, False))])
+            check_size(found, schema, rule.keywords)
+        return found
+
+    def _apply(self, state: State, schema: Schema, rule: Rule, holds: bool) -> Iterable[State]:
+        if rule.kind is not None and state.kind != rule.kind:
+            return [state] if holds else []
+        if rule.kind is not None and isinstance(state, Values):
+            return [state]  # checked by value in the end
+        return rule.apply(self, state, schema, holds)
+
+    def may_hold(self, goal: Goal, kind: str | None = None, depth: int = 6) -> bool:
+        """False only if no value (of type `kind`) meets `goal`. True when that would take too long to find out."""
+        key = (goal, kind)
+        if depth == 0:
+            return True
+        known = self._may_hold.get(key)
+        if known is None:
+            self._may_hold[key] = True  # what a recursive schema asks of itself here
+            shapes = self.shapes(goal) if kind is None else self._solve(goal, kind)
+            known = self._may_hold[key] = any(self._shape_may_hold(shape, depth - 1) for shape in shapes)
+        return known
+
+    def _shape_may_hold(self, shape: Shape, depth: int) -> bool:
+        if isinstance(shape, ArrayShape):
+            first = [*shape.prefix[: shape.low], *([shape.items] if shape.low > len(shape.prefix) else [])]
+            return all(self.may_hold(goal, None, depth) for goal in first)
+        if isinstance(shape, ObjectShape):
+            return all(self.may_hold(goal, None, depth) for _, goal, is_required in shape.declared if is_required)
+        return True
+
+    def _finish_object(self, state: ObjectDraft) -> list[ObjectShape]:
+        """Give every member its goal; alternatives where one of several declared members may be the one required."""
+        names = self.string_language(state.names) if state.names else ANY_TEXT
+        declared: dict[str, Goal] = {}
+        for name in (*(name for source in state.sources for name, _ in source.properties), *state.required):
+            if name not in declared:
+                goal = self.goal(*(_goal_for(source, name) for source in state.sources))
+                is_out = (
+                    name in state.absent
+                    or not matches(names, name)
+                    or any(s.content is not h for s, h in goal if isinstance(s.content, bool))
+                )
+                declared[name] = _NEVER if is_out else goal
+        if any(declared[name] is _NEVER for name in state.required):
+            return []
+        rest = intersect(names, *(complement(literal(name)) for name in (*declared, *state.absent)))
+        others = self._classes(state, rest)
+        present = {name: goal for name, goal in declared.items() if goal is not _NEVER}
+        alternatives = [(frozenset(state.required), ())]
+        for wanted in state.some:
+            within = [name for name in present if matches(wanted, name)]
+            alternatives = unique(
+                [(required | {name}, some) for required, some in alternatives for name in within]
+                + [(required, (*some, wanted)) for required, some in alternatives if others]
+            )
+        return [
+            ObjectShape(
+                tuple((name, goal, name in required) for name, goal in present.items()),
+                others,
+                state.low,
+                state.high,
+                some,
+                state.where,
+            )
+            for required, some in alternatives
+        ]
+
+    def _classes(self, state: ObjectDraft, rest: Language) -> tuple[tuple[Language, Goal], ...]:
+        classes: list[tuple[Language, Goal]] = [(rest, ())]
+        for source in state.sources:
+            split: list[tuple[Language, Goal, bool]] = [(language, goal, False) for language, goal in classes]
+            for pattern, wanted in source.patterns:
+                parts = []
+                for language, goal, is_matched in split:
+                    parts.append((intersect(language, pattern), self.goal(goal, wanted), True))
+                    parts.append((intersect(language, complement(pattern)), goal, is_matched))
+                split = [part for part in parts if not self.surely_empty(part[0])]
+                if len(split) > _MAX_CLASSES:
+                    raise unsupported(*state.where, f"its patterns divide names into more than {_MAX_CLASSES} classes")
+            classes = [(lang, goal if done else self.goal(goal, source.additional)) for lang, goal, done in split]
+        merged: dict[Goal, list[Language]] = {}
+        for language, goal in classes:
+            if not any(isinstance(schema.content, bool) for schema, _ in goal) and not self.surely_empty(language):
+                merged.setdefault(goal, []).append(language)
+        return tuple((union(*languages), goal) for goal, languages in merged.items())
+
+
+def _goal_for(source: MemberRule, name: str) -> Goal:
+    """What one source asks of the member `name`."""
+    found = [goal for known, goal in source.properties if known == name]
+    found += [goal for language, goal in source.patterns if matches(language, name)]
+    return tuple(part for goal in found for part in goal) if found else source.additional
