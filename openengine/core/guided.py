@@ -36,6 +36,7 @@ __all__ = ["CompiledGuide", "GuideCompiler", "GuideState"]
 BACKEND = "llguidance"
 
 _MAX_CACHED = 256
+_STACK_BYTES = 64 << 20
 _NUM_WORKERS = 2
 _MAX_MASK_S = 1.0  # every step of every request would wait for it
 _BYTES_PER_SOURCE_BYTE = 8  # how much longer than its guide a grammar may be, beyond the first megabyte
@@ -65,9 +66,9 @@ class GuideCompiler:
         timeout_s: float = 10.0,
         max_bytes: int = 512 * 1024,
     ) -> None:
-        """vocab_size: width V of the logits.  timeout_s, max_bytes: limits for one guide."""
+        """vocab_size: width V of the logits and masks.  timeout_s, max_bytes: limits for one guide."""
         self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._eos_token_ids = tuple(sorted({token for token in eos_token_ids if token < vocab_size}))
         if not self._eos_token_ids:
             raise UnsupportedFeature("guided decoding needs an end-of-sequence token, and this model has none")
@@ -95,7 +96,7 @@ class GuideCompiler:
             shared = self._futures.get(guide)
             is_new = shared is None
             if is_new:
-                shared = self._futures[guide] = self._workers.submit(self._compile, guide, kind)
+                shared = self._futures[guide] = self._in_worker(self._compile, guide, kind)
                 while len(self._futures) > _MAX_CACHED:
                     self._futures.popitem(last=False)
             self._futures.move_to_end(guide)
@@ -117,6 +118,14 @@ class GuideCompiler:
         """Stop the workers once they finish what they are at; what waits is cancelled. Idempotent."""
         self._workers.shutdown(wait=False, cancel_futures=True)
 
+    def _in_worker(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Run in a worker thread, whose stack is large: the backend follows a grammar's references by recursion."""
+        usual = threading.stack_size(_STACK_BYTES)
+        try:
+            return self._workers.submit(function, *args)
+        finally:
+            threading.stack_size(usual)
+
     def _forget_failure(self, guide: GuidedDecoding, future: Future[CompiledGuide]) -> None:
         if future.cancelled() or future.exception() is not None:
             with self._lock:
@@ -130,7 +139,7 @@ class GuideCompiler:
         what = kind.replace("_", " ")
         try:
             text = grammar.text(_FRONT_ENDS[kind](grammar, guide, work))
-            compiled = CompiledGuide(self._shared_backend(), text, self._vocab_size)
+            compiled = CompiledGuide(self._shared_backend(), text, self.vocab_size, self._in_worker)
             if work.remaining_s < 0:
                 raise CompileTimeout
         except CompileTimeout:
@@ -148,7 +157,7 @@ class GuideCompiler:
     def _shared_backend(self) -> _Backend:
         with self._backend_lock:
             if self._backend is None:
-                self._backend = _Backend(self._tokenizer, self._vocab_size, self._eos_token_ids)
+                self._backend = _Backend(self._tokenizer, self.vocab_size, self._eos_token_ids)
             return self._backend
 
     def fill_masks(self, states: Sequence[GuideState | None], out: np.ndarray) -> np.ndarray:
@@ -159,7 +168,7 @@ class GuideCompiler:
 
         Raises nothing for a state that fails (its guide turned out too complex): `state.error` says so, its row is empty.
         """
-        assert out.dtype == np.int32 and out.shape == (len(states), -(-self._vocab_size // 32)), out.shape
+        assert out.dtype == np.int32 and out.shape == (len(states), -(-self.vocab_size // 32)), out.shape
         assert self._backend is not None, "a state comes from a compiled guide"
         live = [(row, state) for row, state in enumerate(states) if state is not None]
         out[[row for row, state in enumerate(states) if state is None]] = -1
@@ -173,10 +182,11 @@ class GuideCompiler:
 class CompiledGuide:
     """A guide ready for use. Immutable and safe to use from many threads."""
 
-    __slots__ = ("_backend", "_grammar", "_judge", "_prototype", "_vocab_size")
+    __slots__ = ("_backend", "_grammar", "_in_worker", "_judge", "_prototype", "_vocab_size")
 
-    def __init__(self, backend: _Backend, grammar: str, vocab_size: int) -> None:
+    def __init__(self, backend: _Backend, grammar: str, vocab_size: int, in_worker: Callable[..., Future[Any]]) -> None:
         self._backend = backend
+        self._in_worker = in_worker
         self._grammar = grammar
         self._vocab_size = vocab_size
         self._prototype = backend.matcher(grammar)
@@ -184,19 +194,27 @@ class CompiledGuide:
 
     def accepts(self, text: str) -> bool:
         """Whether `text` is a complete output under the guide. Raises InvalidArgument if that is too hard to tell."""
+        matcher = self._after(text)
+        return matcher is not None and matcher.is_accepting()
+
+    def accepts_prefix(self, text: str) -> bool:
+        """Whether `text` is the beginning of an output under the guide. Raises as `accepts`."""
+        return self._after(text) is not None
+
+    def _after(self, text: str) -> Any:
         try:
             data = list(text.encode())
         except UnicodeEncodeError:
-            return False  # a lone surrogate, which no output holds
+            return None  # a lone surrogate, which no output holds
         if self._judge is None:
-            self._judge = self._backend.byte_matcher(self._grammar)
+            self._judge = self._in_worker(self._backend.byte_matcher, self._grammar).result()
         matcher = self._judge.deep_copy()
         taken = matcher.validate_tokens(data)
         if taken == len(data):
             matcher.consume_tokens(data)
         if matcher.is_error():
             raise InvalidArgument(f"the text is too complex to judge under this guide: {_first_line(matcher.get_error())}")
-        return taken == len(data) and matcher.is_accepting()
+        return matcher if taken == len(data) else None
 
     def start(self, token_ids: Sequence[int] = (), *, stop_token_ids: Sequence[int] = ()) -> GuideState:
         """The state of a new sequence, or of one that has produced `token_ids` (after preemption).
@@ -462,6 +480,8 @@ class _Bytes:
 
 
 def _first_line(error: str) -> str:
+    if error.startswith("panic:"):
+        return "it is larger than the backend can take"
     return error.strip().partition("\n")[0][:300].removesuffix("<non-verbose/>").strip()
 
 

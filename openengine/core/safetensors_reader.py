@@ -119,8 +119,13 @@ class StoredTensor:
             destination[rows].copy_(values)
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
-        """The values by ranges of the first dimension, in order."""
-        return ((rows, self._read(rows)) for rows in self._blocks())
+        """The values by ranges of the first dimension, in order; each is overwritten by the next."""
+        buffer: Tensor | None = None
+        for rows in self._blocks():
+            buffer = self._buffer(rows) if buffer is None else buffer  # the first range is the longest
+            values = buffer[: rows.stop - rows.start]
+            self._read_into(values, self._offset_of(rows))
+            yield rows, values
 
     def holds_same(self, other: StoredTensor) -> bool:
         """Whether the values, of equal shapes, are equal."""
@@ -133,9 +138,15 @@ class StoredTensor:
         return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
 
     def _read(self, rows: slice) -> Tensor:
-        values = torch.empty(rows.stop - rows.start, *self.shape[1:], dtype=self._float_dtype())
-        self._read_into(values, self.offset + rows.start * (self.num_bytes // self.shape[0]))
+        values = self._buffer(rows)
+        self._read_into(values, self._offset_of(rows))
         return values
+
+    def _buffer(self, rows: slice) -> Tensor:
+        return torch.empty(rows.stop - rows.start, *self.shape[1:], dtype=self._float_dtype())
+
+    def _offset_of(self, rows: slice) -> int:
+        return self.offset + rows.start * (self.num_bytes // self.shape[0])
 
     def _float_dtype(self) -> torch.dtype:
         if self.dtype not in _FLOATS:

@@ -177,7 +177,7 @@ class NativeAttention:
         prepared: _Prepared = batch.scratch["native"]
         if window not in prepared.plans:
             prepared.plans[window] = self._make_plan(prepared.step, num_heads, window)
-        q, k, v = (_joined(x, head_dim) for x in (q, k, v))
+        q, k, v = _joined(q), _joined(k), _joined(v)
         call = self._arguments
         call.step, call.plan = addressof(prepared.step), addressof(prepared.plans[window][0])
         call.q, call.k, call.v, call.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
@@ -207,9 +207,9 @@ class NativeAttention:
         return plan, lists
 
 
-def _joined(x: Tensor, head_dim: int) -> Tensor:
+def _joined(x: Tensor) -> Tensor:
     """x [T, heads, head_dim], the heads of each token side by side."""
-    return x if x.stride()[1:] == (head_dim, 1) else x.contiguous()
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
 def _pairs(data: Tensor, blocks: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:

@@ -77,7 +77,8 @@ class PackedPart:
 class DenseWeights:
     """A plain tensor, and after `pack` oneDNN's form of it where that works.
 
-    oneDNN's form cannot be read by rows: a weight that is also a table (`table`) keeps the plain one beside it.
+    oneDNN's form is made beside the plain one. It cannot be read by rows: of a weight that is also a table (`table`)
+    both are kept.
     """
 
     __slots__ = ("_packed", "_plain", "bias", "in_features", "out_features", "table")

@@ -26,6 +26,7 @@ from openengine.core.guides.language import (
     first_chars,
     intersect,
     is_empty,
+    literal,
     repeat,
     representatives,
     union,
@@ -221,6 +222,8 @@ def _taken_apart(terminal: _Terminal) -> Node:
     if not isinstance(terminal.node, Language):
         return _taken_apart(terminal.node) if isinstance(terminal.node, _Terminal) else terminal.node
     language = terminal.language
+    if language.kind == "text":
+        return Sequence(tuple(_Terminal(char, char) for char in map(literal, language.parts[0])))
     parts = tuple(_Terminal(part, part) for part in language.parts if isinstance(part, Language))
     if language.kind == "concat":
         return Sequence(parts)

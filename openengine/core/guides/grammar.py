@@ -7,6 +7,7 @@ none can be continued where another rule would stop it.
 from __future__ import annotations
 
 import json
+import re
 
 from openengine.core.guides.language import ANY_CHAR, EMPTY, EPSILON, Language, complement, intersect
 
@@ -14,11 +15,13 @@ __all__ = ["Grammar", "GrammarTooLarge", "quoted"]
 
 _SOME_TEXT = complement(EPSILON)
 _TEXT = "/(?s:.)*/"
+_MAX_DEPTH = 800
+_RULE_NAME = re.compile(r"\br[0-9]+\b")
 _NESTED = 60  # deeper expressions get a terminal of their own, which keeps the text and the backend's recursion flat
 
 
 class GrammarTooLarge(Exception):
-    """The grammar exceeds its limit in bytes."""
+    """The grammar exceeds its limit in bytes, or its rules refer to one another in too long a chain."""
 
 
 class Grammar:
@@ -55,8 +58,28 @@ class Grammar:
         return self._terminal(language)
 
     def text(self, start: str) -> str:
-        """The grammar with `start` as its first symbol."""
+        """The grammar with `start` as its first symbol. Raises GrammarTooLarge."""
+        self._check_depth(start)
         return "\n".join([f"start: {start}", *self._lines, ""])
+
+    def _check_depth(self, start: str) -> None:
+        """The backend follows references with its own stack, and would end the process with it."""
+        references = {}
+        for line in self._lines:
+            name, _, body = line.partition(":")
+            if name[0] == "r":
+                references[name] = _RULE_NAME.findall(body)
+        seen: set[str] = set()
+        path = [iter(_RULE_NAME.findall(start))]
+        while path:
+            name = next(path[-1], None)
+            if name is None:
+                path.pop()
+            elif name not in seen:
+                seen.add(name)
+                path.append(iter(references[name]))
+                if len(path) > _MAX_DEPTH:
+                    raise GrammarTooLarge
 
     def _terminal(self, language: Language) -> str:
         name = self._terminals.get(language)
@@ -100,6 +123,8 @@ def quoted(text: str) -> str:
 def _regex(language: Language) -> str:
     if language.is_chars:
         return _class(language)
+    if language.kind == "text":
+        return "".join(map(_char, map(ord, language.parts[0])))
     if language == EPSILON:
         return "(?:)"  # an empty pattern would begin a comment
     if language.kind == "concat":

@@ -7,6 +7,7 @@ ensure_ascii=False)` writes them; where nothing restricts a string, every escape
 
 from __future__ import annotations
 
+import json
 from typing import Final
 
 from openengine.core.guides.language import (
@@ -100,6 +101,8 @@ class _Writer:
     def _write(self, language: Language) -> Language:
         if language.is_chars:
             return union(intersect(language, _RAW), _escapes(language))
+        if language.kind == "text":
+            return literal(json.dumps(language.parts[0], ensure_ascii=False)[1:-1])
         if language == ANY_TEXT:
             return _VALID
         parts = [self.write(part) for part in language.parts]

@@ -53,7 +53,7 @@ class TooComplex(Exception):
 class Language:
     """One expression; equal expressions are equal and hash alike. Made by the functions of this module only.
 
-    kind: "chars" (parts are ranges of code points), "concat", "union", "intersect", "not" or "repeat" (of parts[0],
+    kind: "chars" (parts are ranges of code points), "text" (parts[0], two characters or more), "concat", "union", "intersect", "not" or "repeat" (of parts[0],
     `low` to `high` times, None without end).  has_empty: whether the empty text belongs to it.  size: how many parts
     there are in all. is_plain: made without intersection and complement. Raises TooComplex beyond 400,000 parts.
     """
@@ -66,8 +66,9 @@ class Language:
         self.has_empty = has_empty
         self.low = low
         self.high = high
-        self.is_plain = kind == "chars" or (kind in _PLAIN and all(part.is_plain for part in parts))
-        self.size = 1 if kind == "chars" else 1 + sum(part.size for part in parts)
+        is_leaf = kind in ("chars", "text")
+        self.is_plain = is_leaf or (kind in _PLAIN and all(part.is_plain for part in parts))
+        self.size = (len(parts[0]) if kind == "text" else 1) if is_leaf else 1 + sum(part.size for part in parts)
         if self.size > _MAX_SIZE:
             raise TooComplex
         # The order of a union's or intersection's parts is that of their writing, and means nothing.
@@ -117,7 +118,9 @@ def chars(ranges: Iterable[tuple[int, int]]) -> Language:
 
 def literal(text: str) -> Language:
     """Exactly `text`."""
-    return concat(*(chars([(ord(char), ord(char))]) for char in text))
+    if len(text) == 1:
+        return chars([(ord(text), ord(text))])
+    return Language("text", (text,), False) if text else EPSILON
 
 
 def concat(*parts: Language) -> Language:
@@ -246,6 +249,11 @@ def _chars_after(self: Language, char: int) -> Language:
     return EPSILON if index >= 0 and self.parts[index][1] >= char else EMPTY
 
 
+def _text_after(self: Language, char: int) -> Language:
+    (text,) = self.parts
+    return literal(text[1:]) if ord(text[0]) == char else EMPTY
+
+
 def _concat_after(self: Language, char: int) -> Language:
     results = []
     for index, part in enumerate(self.parts):
@@ -263,6 +271,7 @@ def _repeat_after(self: Language, char: int) -> Language:
 
 _AFTER = {
     "chars": _chars_after,
+    "text": _text_after,
     "concat": _concat_after,
     "repeat": _repeat_after,
     "union": lambda self, char: union(*(part.after(char) for part in self.parts)),
@@ -277,6 +286,9 @@ def _cuts(language: Language, found: set[int]) -> None:
         for low, high in language.parts:
             found.add(low)
             found.add(high + 1)
+        return
+    if language.kind == "text":
+        found.update((ord(language.parts[0][0]), ord(language.parts[0][0]) + 1))
         return
     for part in language.parts:
         _cuts(part, found)

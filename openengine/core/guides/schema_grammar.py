@@ -46,6 +46,9 @@ __all__ = ["SchemaRules", "add_schema"]
 
 _MAX_GOALS = 20_000
 _MAX_WANTED = 3
+_BLOCK = 32
+_MAX_COUNTED = 10_000
+_MAX_NESTED = 200
 _MAX_STEP_DIGITS = 9
 
 
@@ -264,6 +267,8 @@ class _Writer:
             )
             body = f"{items} {rest}"
             return f"{start} {body} {end}" if more_low else f"{start} ({body})? {end}"
+        if len(prefix) > _MAX_NESTED:
+            raise InvalidArgument(f"an array of the JSON schema has more than {_MAX_NESTED} items of their own")
         rest = ""
         if more_high != 0:
             rest = _repeated(f"{self._comma} {self._symbol(shape.items)}", more_low, more_high)
@@ -294,20 +299,33 @@ class _Writer:
         return f"{self._grammar.symbol(key_of(names))} {self._symbol(goal)}"
 
     def _free_members(self, declared: list[tuple[str, bool]], rest: str | None) -> str:
-        """Members without a bound on their number: after the first, each is optional or required on its own."""
-        comma = self._comma
-        tail = f"({comma} {rest})*" if rest else '""'
-        heads = [f"{rest} {tail}", '""'] if rest else ['""']
-        for index in range(len(declared) - 1, -1, -1):
-            member, must = declared[index]
-            head = f"{member} {tail}"
-            heads = [head] if must else [head, *heads]
-            if index:
-                tail = f"{comma} {member} {tail}" if must else f"({comma} {member})? {tail}"
-                # Earlier members share what follows; a rule of its own keeps the grammar's size linear.
-                if not all(must for _, must in declared[:index]):
-                    tail = self._grammar.rule([tail])
-        return heads[0] if len(heads) == 1 else self._grammar.rule(heads)
+        """Members without a bound on their number: after the first, each is optional or required on its own.
+
+        In blocks, so that the grammar stays flat and its size linear however many members there are.
+        """
+        blocks = [declared[start : start + _BLOCK] for start in range(0, len(declared), _BLOCK)]
+        following = [self._later(block) for block in blocks]
+        if len(blocks) > 1:
+            following = [self._grammar.rule([each]) for each in following]
+        following.append(f"({self._comma} {rest})*" if rest else "")
+        heads: list[str] = []
+        for index, block in enumerate(blocks):
+            firsts: list[str] = []
+            for place, (member, must) in enumerate(block):
+                firsts.append(f"{member} {self._later(block[place + 1 :])}")
+                if must:
+                    break
+            first = firsts[0] if len(firsts) == 1 else self._grammar.rule(firsts)
+            heads.append(" ".join([first, *following[index + 1 :]]))
+            if any(must for _, must in block):
+                return heads[0] if len(heads) == 1 else self._grammar.rule(heads)
+        if rest:
+            heads.append(f"{rest} {following[-1]}")
+        return self._grammar.rule([*heads, '""'])
+
+    def _later(self, members: list[tuple[str, bool]]) -> str:
+        """Members after the first."""
+        return " ".join(f"{self._comma} {member}" if must else f"({self._comma} {member})?" for member, must in members)
 
     def _counted_members(
         self,
@@ -318,6 +336,11 @@ class _Writer:
     ) -> str:
         """Members with their number between bounds, or with a name required of those that are not declared."""
         wanted = self._wanted(shape, others, rest) if shape.some else None
+        if (
+            len(declared) * min(len(declared), shape.high or shape.low or 1) > _MAX_COUNTED
+            or len(declared) > _MAX_NESTED
+        ):
+            raise unsupported(*shape.where, "it bounds the number of members of an object with too many of them")
         known: dict[tuple[int, int], str | None] = {}
 
         def after(index: int, count: int) -> str | None:

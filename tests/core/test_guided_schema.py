@@ -1,0 +1,325 @@
+"""JSON schemas as guides: right on every instance, or refused with a pointer and a keyword.
+
+An instance is judged by its text, compact and with default spaces. An instance with another order of members than the
+schema's, or a whole number with a fraction, does not count as refused.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("llguidance")
+
+from guided_tools import EOS, byte_compiler, greedy_output, random_output
+
+from openengine.core.guided import CompiledGuide, GuideCompiler
+from openengine.errors import InvalidArgument
+from openengine.types import GuidedDecoding, JsonObjectConstraint
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory) -> Iterator[GuideCompiler]:
+    compiler = byte_compiler(tmp_path_factory.mktemp("bytes"), timeout_s=60, max_bytes=4 << 20)
+    yield compiler
+    compiler.close()
+
+
+def compiled(compiler: GuideCompiler, schema: Any) -> CompiledGuide:
+    return compiler.compile(GuidedDecoding(json_schema=json.dumps(schema)))
+
+
+def texts_of(instance: Any) -> tuple[str, str]:
+    return json.dumps(instance, ensure_ascii=False, separators=(",", ":")), json.dumps(instance, ensure_ascii=False)
+
+
+# ---- own cases: schema, valid instances, invalid instances -----------------------------------------
+
+POINT = {"type": "object", "properties": {"x": {"type": "integer"}, "y": {"type": "integer"}}, "required": ["x"]}
+
+CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
+    "g6_an_enum_of_unicode": ({"enum": ["在线", "北京"]}, ["在线", "北京"], ["在", "åœ¨çº¿", 1]),
+    "g7_bounds_around_zero": ({"type": "number", "minimum": -4, "maximum": 4}, [-0.5, -4, 0, 4, 1e-07], [4.1, -4.01, 1e16]),
+    "g8_i_exclusive_zero": ({"type": "number", "exclusiveMinimum": 0}, [0.1, 5, 1e30], [0, -1, -0.1]),
+    "g8_ii_integer_minimum": ({"type": "integer", "minimum": 2}, [2, 10, 123456], [1, 0, -3, 2.5]),
+    "g8_iii_number_range": ({"type": "number", "minimum": 1, "maximum": 5}, [5, 1, 4.999], [5.7, 0.99]),
+    "g8_iv_negative_minimum": ({"type": "integer", "minimum": -5}, [-3, -5, 7], [-6, -10]),
+    "g12_pattern_of_one_name": (
+        {"type": "object", "patternProperties": {"^score$": {"type": "integer"}}, "additionalProperties": False},
+        [{}, {"score": 1}], [{"score": "a"}, {"other": 1}],
+    ),
+    "g15_digits": ({"type": "string", "pattern": r"^\d+$"}, ["0123"], ["a", "", "1a"]),
+    "g15_word_characters": ({"type": "string", "pattern": r"^[\w-]+$"}, ["a_b-c9"], ["a b", "é"]),
+    "g24_optional_before_required": (
+        {"type": "object", "properties": {k: {"type": "integer"} for k in "abcd"}, "required": ["b", "d"]},
+        [{"b": 1, "d": 2}, {"a": 1, "b": 2, "c": 3, "d": 4}, {"b": 1, "c": 1, "d": 2, "e": None}], [{"b": 1}, {"a": 1, "c": 1}],
+    ),
+    "true": (True, [1, "a", None, {"a": [{}]}], []),
+    "types": ({"type": ["integer", "null"]}, [1, None], [1.5, "1", True]),
+    "const_object": ({"const": {"a": [1, "x"]}}, [{"a": [1, "x"]}], [{"a": [1]}, {}]),
+    "const_number": ({"const": 1.5}, [1.5], [1, "1.5"]),
+    "enum_with_type": ({"type": "string", "enum": ["a", 1, "bc"]}, ["a", "bc"], [1, "b"]),
+    "enum_of_one_meaning": ({"enum": [[False], 0, 1]}, [[False], 0, 1], [[0], False, True]),
+    "all_of": ({"allOf": [{"minimum": 3}, {"maximum": 5, "type": "number"}]}, [3, 4.5], [2, 6, "a"]),
+    "any_of": ({"anyOf": [{"type": "string", "maxLength": 2}, {"type": "integer"}]}, ["ab", 7], ["abc", 1.5]),
+    "one_of_exclusive": (
+        {"oneOf": [{"properties": {"t": {"const": "a"}}, "required": ["t"]}, {"properties": {"t": {"const": "b"}}, "required": ["t"]}],
+         "type": "object"},
+        [{"t": "a"}, {"t": "b", "x": 1}], [{"t": "c"}, {}],
+    ),
+    "one_of_overlapping": ({"oneOf": [{"type": "integer"}, {"minimum": 2}]}, [1, 2.5, "a"], [3, 1.5]),
+    "one_of_required": ({"type": "object", "oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, [{"a": 1}, {"b": 1}], [{}, {"a": 1, "b": 1}]),
+    "one_of_with_strings": ({"oneOf": [{"type": "string", "minLength": 3}, {"pattern": "^a"}]}, ["xyz", "a", 5], ["abc", "x"]),
+    "not_required": ({"type": "object", "not": {"required": ["a", "b"]}}, [{}, {"a": 1}, {"b": 1}], [{"a": 1, "b": 1}]),
+    "not_enum": ({"not": {"enum": ["a", 1, [2], {"k": 1}]}}, ["b", 2, [3], {}, {"k": 2}, {"k": 1, "l": 2}], ["a", 1, [2], {"k": 1}]),
+    "not_type": ({"not": {"type": ["string", "integer"]}}, [1.5, None, []], ["a", 3]),
+    "not_properties": (
+        {"type": "object", "not": {"properties": {"k": {"type": "integer"}}, "required": ["k"]}}, [{}, {"k": "a"}], [{"k": 1}],
+    ),
+    "not_pattern": ({"type": "string", "not": {"pattern": "^a"}}, ["", "b"], ["a", "ab"]),
+    "not_const_number": ({"type": "number", "not": {"const": 5}}, [4, 5.5, 50], [5]),
+    "if_then_else": (
+        {"if": {"type": "string"}, "then": {"minLength": 2}, "else": {"type": "integer"}}, ["ab", 3], ["a", 1.5, None],
+    ),
+    "if_on_a_member": (
+        {"properties": {"k": {"enum": ["a", "b"]}, "v": {}}, "required": ["k"], "type": "object",
+         "if": {"properties": {"k": {"const": "a"}}}, "then": {"required": ["v"]}},
+        [{"k": "a", "v": 1}, {"k": "b"}], [{"k": "a"}, {"v": 1}],
+    ),
+    "dependent_required": ({"type": "object", "properties": {"a": {}, "b": {}}, "dependentRequired": {"a": ["b"]}},
+                           [{}, {"b": 1}, {"a": 1, "b": 1}], [{"a": 1}]),
+    "dependent_schemas": ({"type": "object", "properties": {"a": {}, "b": {}}, "dependentSchemas": {"a": {"properties": {"b": {"type": "null"}}}}},
+                          [{"b": 1}, {"a": 1, "b": None}], [{"a": 1, "b": 1}]),
+    "dependencies": ({"type": "object", "properties": {"a": {}, "b": {}, "c": {}}, "dependencies": {"a": ["b"], "c": {"maxProperties": 1}}},
+                     [{"a": 1, "b": 1}, {"c": 1}], [{"a": 1}, {"b": 1, "c": 1}]),
+    "property_names": ({"type": "object", "propertyNames": {"pattern": "^[a-z]+$"}}, [{}, {"abc": 1}], [{"A": 1}, {"a1": 1}]),
+    "member_counts": ({"type": "object", "properties": {k: {} for k in "abc"}, "additionalProperties": False,
+                       "minProperties": 1, "maxProperties": 2},
+                      [{"a": 1}, {"b": 1, "c": 1}], [{}, {"a": 1, "b": 1, "c": 1}, {"d": 1}]),
+    "most_members": ({"type": "object", "maxProperties": 2}, [{}, {"a": 1, "b": 2}], [{"a": 1, "b": 2, "c": 3}]),
+    "additional_schema": ({"type": "object", "properties": {"a": {"type": "null"}}, "additionalProperties": {"type": "integer"}},
+                          [{"a": None, "b": 1}, {"b": 1, "c": 2}], [{"a": 1}, {"b": "x"}]),
+    "patterns_that_overlap": ({"type": "object", "patternProperties": {"a*": {"type": "integer"}, "aaa*": {"maximum": 20}}},
+                              [{"a": 21}, {"aaaa": 18}], [{"aaa": 21}, {"a": "x"}, {"aaaa": 31}]),
+    "prefix_items": ({"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}], "items": False, "minItems": 1},
+                     [[1], [1, "a"]], [[], ["a"], [1, "a", 2]]),
+    "items_of_draft_7": ({"$schema": "http://json-schema.org/draft-07/schema#", "type": "array", "items": [{"type": "integer"}],
+                          "additionalItems": {"type": "string"}}, [[], [1, "a", "b"]], [["a"], [1, 2]]),
+    "item_counts": ({"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 3}, [[1, 2], [1, 2, 3]], [[1], [1, 2, 3, 4]]),
+    "contains": ({"type": "array", "items": {"type": "integer"}, "contains": {"minimum": 5}, "minContains": 2, "maxContains": 3},
+                 [[5, 6], [1, 5, 2, 7, 3], [5, 6, 7]], [[5], [1, 2], [5, 6, 7, 8], ["a", 5, 5]]),
+    "unique_items": ({"type": "array", "items": {"enum": ["a", "b", "c"]}, "uniqueItems": True, "minItems": 1},
+                     [["a"], ["c", "a"], ["b", "a", "c"]], [[], ["a", "a"], ["a", "b", "a"]]),
+    "unique_small_integers": ({"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": 3}, "uniqueItems": True},
+                              [[], [3, 1, 2]], [[1, 1], [4]]),
+    "recursion": ({"$ref": "#/$defs/t", "$defs": {"t": {"type": "object", "properties": {"c": {"type": "array", "items": {"$ref": "#/$defs/t"}}},
+                                                        "additionalProperties": False}}},
+                  [{}, {"c": [{}, {"c": []}]}], [{"c": [1]}, {"d": 1}]),
+    "recursion_with_an_impossible_branch": (
+        {"$defs": {"n": {"type": "object", "properties": {"next": {"$ref": "#/$defs/n"}}, "required": ["next"]}},
+         "anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]}, [None], [{"next": None}, {}],
+    ),
+    "ref_siblings_of_2020": ({"$defs": {"s": {"type": "string"}}, "$ref": "#/$defs/s", "maxLength": 2}, ["ab"], ["abc", 1]),
+    "ref_siblings_of_draft_7": ({"$schema": "http://json-schema.org/draft-07/schema#", "allOf": [{"$ref": "#/definitions/s", "maxLength": 2}],
+                                 "definitions": {"s": {"type": "string"}}}, ["ab", "abc"], [1]),
+    "refs_by_id_and_anchor": ({"$id": "http://x.test/root", "$defs": {"a": {"$id": "inner", "type": "integer"}, "b": {"$anchor": "n", "type": "null"}},
+                               "anyOf": [{"$ref": "inner"}, {"$ref": "#n"}]}, [1, None], ["a"]),
+    "a_format_that_is_enforced": ({"type": "string", "format": "date"}, ["2024-02-29"], ["2023-02-29", "today"]),
+    "a_format_that_is_a_note": ({"type": "string", "format": "color"}, ["anything"], [1]),
+    "length_counts_characters": ({"type": "string", "minLength": 2, "maxLength": 2}, ["é😀", "\n\""], ["é", "abc"]),
+    "lookahead": ({"type": "string", "pattern": "^(?!.*bad)[a-z]+$"}, ["good"], ["abadb", ""]),
+    "multiple_of": ({"type": "integer", "multipleOf": 7}, [0, 14, -21], [1, 15]),
+    "multiple_of_hundredths": ({"type": "number", "multipleOf": 0.01, "minimum": 0}, [0, 1.25, 3], [0.005, -1]),
+    "multiple_in_a_range": ({"type": "number", "multipleOf": 0.5, "minimum": 0, "maximum": 2}, [0, 0.5, 1.5, 2], [0.25, 2.5]),
+    "notes_of_any_kind": ({"title": "t", "description": 1, "x-foo": {"type": "string"}, "deprecated": True, "type": "null"}, [None], [1]),
+    "draft_4_exclusive": ({"$schema": "http://json-schema.org/draft-04/schema#", "type": "number", "minimum": 1, "exclusiveMinimum": True},
+                          [1.5, 2], [1, 0]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gde_01_a_schema_is_right_on_every_instance(compiler, name):
+    schema, valid, invalid = CASES[name]
+    guide = compiled(compiler, schema)
+    assert [text for instance in valid for text in texts_of(instance) if not guide.accepts(text)] == []
+    assert [text for instance in invalid for text in texts_of(instance) if guide.accepts(text)] == []
+
+
+def test_gde_01_random_outputs_are_valid_for_an_independent_checker(compiler):
+    jsonschema = pytest.importorskip("jsonschema")
+    rng = random.Random(0)
+    for name, (schema, _, _) in CASES.items():
+        guide = compiled(compiler, schema)
+        validator = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)(schema)
+        if "dependencies" in name or "draft_4" in name:
+            validator = jsonschema.Draft4Validator(schema)
+        for _ in range(3):
+            text = random_output(compiler, guide, rng).decode()
+            assert not list(validator.iter_errors(json.loads(text))), (name, text)
+
+
+def test_gde_06_a_json_object_is_any_object(compiler):
+    guide = compiler.compile(GuidedDecoding(json_object=JsonObjectConstraint()))
+    assert guide.accepts("{}") and guide.accepts('{"a": [1, {"b": null}]}')
+    assert not guide.accepts("[]") and not guide.accepts("1") and not guide.accepts('{"a"}')
+
+
+@pytest.mark.parametrize("liked", [b" \n", b"\n ", b"\t\n ", b" "])
+def test_g17_white_space_is_bounded(compiler, liked):
+    guide = compiled(compiler, {"type": "object", "properties": {"rating": {"type": "integer", "maximum": 9, "minimum": 0}}, "required": ["rating"], "additionalProperties": False})  # fmt: skip
+
+    def prefer(tokens: list[int]) -> int:
+        liking = [token for token in liked if token in tokens]
+        return liking[0] if liking else EOS if EOS in tokens else tokens[0]
+
+    output = greedy_output(compiler, guide, prefer)
+    assert json.loads(output) == {"rating": 0} and len(output) < 120
+
+
+def test_members_beyond_the_declared_cannot_repeat_their_names(compiler):
+    guide = compiled(compiler, {"type": "object", "properties": {"a": {"type": "null"}}, "additionalProperties": {"type": "integer"}})
+    assert not guide.accepts('{"a": null, "a": 1}')
+    assert not guide.accepts('{"\\u0061": 1}')
+
+
+# ---- refusals --------------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[Any, str, str]] = {
+    "g10_a_pointer_without_hash": ({"$ref": "/$defs/Name", "$defs": {"Name": {}}}, "/$ref", "$ref"),
+    "g10_a_remote_reference": ({"properties": {"a": {"$ref": "https://example.com/s.json"}}}, "/properties/a/$ref", "$ref"),
+    "a_reference_to_nothing": ({"$ref": "#/$defs/x"}, "/$ref", "$ref"),
+    "a_reference_in_circles": ({"$ref": "#"}, "/$ref", "$ref"),
+    "g16_a_pattern_that_cannot_be_meant": ({"properties": {"a": {"pattern": "a\\b"}}}, "/properties/a/pattern", "pattern"),
+    "unevaluated_properties": ({"unevaluatedProperties": False}, "/unevaluatedProperties", "unevaluatedProperties"),
+    "dynamic_reference": ({"$dynamicRef": "#x"}, "/$dynamicRef", "$dynamicRef"),
+    "unique_items_of_any_kind": ({"items": {"type": "string"}, "uniqueItems": True, "type": "array"}, "/uniqueItems", "uniqueItems"),
+    "a_negated_multiple": ({"not": {"multipleOf": 3}}, "/not/multipleOf", "multipleOf"),
+    "several_undeclared_members": ({"type": "object", "minProperties": 2}, "/minProperties", "minProperties"),
+    "an_unknown_type": ({"type": "str"}, "/type", "type"),
+    "a_negative_length": ({"items": {"minLength": -1}}, "/items/minLength", "minLength"),
+    "a_list_of_no_schemas": ({"anyOf": []}, "/anyOf", "anyOf"),
+    "an_old_dialect": ({"$schema": "http://json-schema.org/draft-03/schema#"}, "/$schema", "$schema"),
+    "a_contradiction": ({"type": "string", "enum": [1]}, "", "type"),
+    "nothing_at_all": (False, "", "false"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_gde_07_what_cannot_be_exact_is_refused_with_pointer_and_keyword(compiler, name):
+    schema, pointer, keyword = REFUSED[name]
+    with pytest.raises(InvalidArgument) as caught:
+        compiled(compiler, schema)
+    assert caught.value.details == {"pointer": pointer, "keyword": keyword}
+    assert keyword in caught.value.message or keyword == "false"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '"a"', "nonsense", '{"type": "string",}', '{"minimum": NaN}', "[" * 5000])
+def test_gde_07_text_that_is_no_schema_is_refused(compiler, text):
+    with pytest.raises(InvalidArgument, match="JSON schema"):
+        compiler.compile(GuidedDecoding(json_schema=text))
+
+
+# ---- public test data, where it is at hand ---------------------------------------------------------
+
+DATA = Path(__file__).resolve().parents[3] / "shared" / "jsonschema"
+needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the public JSON schema test data is not beside the checkout")
+
+
+def suite() -> Iterator[tuple[str, Any, list[tuple[bool, Any]]]]:
+    for file in json.loads((DATA / "draft2020-12.json").read_text("utf-8")):
+        for case in file["cases"] if file["file"] != "format" else ():
+            yield f"{file['file']}: {case['description']}", case["schema"], [(t["valid"], t["data"]) for t in case["tests"]]
+
+
+def sample() -> Iterator[tuple[str, Any, list[tuple[bool, Any]]]]:
+    for line in (DATA / "maskbench_sample.jsonl").read_text("utf-8").splitlines():
+        item = json.loads(line)
+        yield item["id"], item["schema"], [(test["valid"], test["data"]) for test in item["tests"]]
+
+
+def whole_numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: whole_numbers(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [whole_numbers(inner) for inner in value]
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 1e17 else value
+
+
+def accepts_in_some_order(guide: CompiledGuide, value: Any) -> bool:
+    """Whether some order of the members of `value` is accepted: a search over prefixes."""
+
+    def possible(text: str) -> bool:
+        return guide.accepts_prefix(text)
+
+    def members(text: str, names: list[str], content: dict, then: Callable[[str], bool]) -> bool:
+        if not names:
+            return possible(text + "}") and then(text + "}")
+        for name in names:
+            key = f"{text}{',' if len(names) < len(content) else ''}{json.dumps(name, ensure_ascii=False)}:"
+            rest = [other for other in names if other != name]
+            if possible(key) and walk(key, content[name], lambda text, rest=rest: members(text, rest, content, then)):
+                return True
+        return False
+
+    def items(text: str, index: int, content: list, then: Callable[[str], bool]) -> bool:
+        if index == len(content):
+            return possible(text + "]") and then(text + "]")
+        return walk(text + ("," if index else ""), content[index], lambda text: items(text, index + 1, content, then))
+
+    def walk(text: str, content: Any, then: Callable[[str], bool]) -> bool:
+        if isinstance(content, dict):
+            return members(text + "{", list(content), content, then)
+        if isinstance(content, list):
+            return items(text + "[", 0, content, then)
+        text += json.dumps(content, ensure_ascii=False)
+        return possible(text) and then(text)
+
+    return walk("", value, guide.accepts)
+
+
+def is_text(value: Any) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def judge(compiler: GuideCompiler, cases: Iterator[tuple[str, Any, list[tuple[bool, Any]]]]) -> tuple[int, Counter, list]:
+    """How many schemas are handled, the keywords of the refused, and every instance that was judged wrongly."""
+    handled, refused, wrong = 0, Counter(), []
+    for name, schema, tests in cases:
+        try:
+            guide = compiled(compiler, schema)
+        except InvalidArgument as exc:
+            refused[exc.details.get("keyword", exc.message)] += 1
+            continue
+        handled += 1
+        for is_valid, data in tests:
+            accepted = [guide.accepts(text) for text in texts_of(data)] if is_text(data) else []
+            if is_valid and not all(accepted):
+                accepted = [accepts_in_some_order(guide, whole_numbers(data))]
+            wrong += [(name, is_valid, data)] * any(each is not is_valid for each in accepted)
+    return handled, refused, wrong
+
+
+@needs_data
+def test_the_public_suite_is_handled_without_a_wrong_instance(compiler):
+    handled, refused, wrong = judge(compiler, suite())
+    print(f"\nJSON Schema Test Suite: {handled} schemas handled, refused by keyword: {dict(refused.most_common())}")
+    assert wrong == []
+    assert handled >= 230
+
+
+@needs_data
+def test_nine_of_ten_schemas_of_the_maskbench_sample_are_handled_without_a_wrong_instance(compiler):
+    handled, refused, wrong = judge(compiler, sample())
+    print(f"\nMaskBench sample: {handled} schemas handled, refused by keyword: {dict(refused.most_common())}")
+    assert wrong == []
+    assert handled >= 0.9 * (handled + refused.total())
