@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scripted import write_tokenizer
 
 from openengine.core.guided import CompiledGuide, GuideCompiler, GuideState
 from openengine.core.tokenizer import load_tokenizer
-from scripted import write_tokenizer
 
 EOS = 256
 OTHER_EOS = 257

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 from openengine.errors import InvalidArgument, UnsupportedFeature
 from openengine.types import EngineRole, SamplingParams
@@ -61,26 +62,39 @@ class EngineConfig:
     generation_config: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("model_path", "device"):
+            _check_type(name, getattr(self, name), str)
+        for name in ("served_model_name", "quantization"):
+            _check_type(name, getattr(self, name), str | None)
+        for name in ("enable_prefix_cache", "generation_config"):
+            _check_type(name, getattr(self, name), bool)
+        _check_type("default_sampling", self.default_sampling, SamplingParams)
+        if isinstance(self.aliases, str) or not all(isinstance(alias, str) for alias in self.aliases):
+            raise InvalidArgument(f"aliases must be a sequence of str, not {self.aliases!r:.80}")
         _check_choice("dtype", self.dtype, _DTYPES)
         _check_choice("kernels", self.kernels, _KERNELS)
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_queued_requests"):
-            _check_positive(name, getattr(self, name))
+        _check_choice("role", self.role, tuple(EngineRole))
+        self._check_numbers()
+        self._refuse_unsupported()
+
+    def _check_numbers(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_queued_requests", "tensor_parallel_size"):
+            _check_integer(name, getattr(self, name), low=1)
         for name in ("num_threads", "max_model_len", "block_size", "num_kv_blocks"):
             if getattr(self, name) is not None:
-                _check_positive(name, getattr(self, name))
-        size = self.event_buffer_size
-        if not isinstance(size, int) or isinstance(size, bool) or size < 0:
-            raise InvalidArgument(f"event_buffer_size must be an integer of at least 0, not {size!r}")
+                _check_integer(name, getattr(self, name), low=1)
+        _check_integer("event_buffer_size", self.event_buffer_size, low=0)
+        if self.seed is not None:
+            _check_integer("seed", self.seed, low=0, high=2**64 - 1)
+        fraction = self.kv_memory_fraction
+        is_number = isinstance(fraction, (int, float)) and not isinstance(fraction, bool)
+        if fraction is not None and not (is_number and 0 < fraction <= 1):
+            raise InvalidArgument(f"kv_memory_fraction must be a number in (0, 1], not {fraction!r:.80}")
         if self.max_num_seqs > self.max_num_batched_tokens:
             raise InvalidArgument(
                 f"max_num_seqs {self.max_num_seqs} exceeds max_num_batched_tokens {self.max_num_batched_tokens}: a step "
                 "computes at least one token for each running sequence; lower the first or raise the second"
             )
-        if self.kv_memory_fraction is not None and not 0 < self.kv_memory_fraction <= 1:
-            raise InvalidArgument(f"kv_memory_fraction must be in (0, 1], not {self.kv_memory_fraction!r}")
-        if self.seed is not None and not 0 <= self.seed < 2**64:
-            raise InvalidArgument(f"seed must be between 0 and 2**64 - 1, not {self.seed!r}")
-        self._refuse_unsupported()
 
     def _refuse_unsupported(self) -> None:
         if self.role != EngineRole.AGGREGATED:
@@ -95,11 +109,17 @@ class EngineConfig:
         return tuple(field.name for field in dataclasses.fields(cls))
 
 
+def _check_type(name: str, value: object, kind: Any) -> None:
+    if not isinstance(value, kind):
+        raise InvalidArgument(f"{name} must be a {getattr(kind, '__name__', kind)}, not {value!r:.80}")
+
+
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise InvalidArgument(f"{name} must be one of {', '.join(choices)}, not {value!r}")
+    if not isinstance(value, str) or value not in choices:
+        raise InvalidArgument(f"{name} must be one of {', '.join(map(str, choices))}, not {value!r:.80}")
 
 
-def _check_positive(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InvalidArgument(f"{name} must be a positive integer, not {value!r}")
+def _check_integer(name: str, value: object, *, low: int, high: int | None = None) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
+        limit = f"of at least {low}" if high is None else f"between {low} and {high}"
+        raise InvalidArgument(f"{name} must be an integer {limit}, not {value!r:.80}")

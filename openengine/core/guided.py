@@ -67,7 +67,7 @@ class GuideCompiler:
         max_bytes: int = 512 * 1024,
     ) -> None:
         """vocab_size: width V of the logits and masks.  timeout_s, max_bytes: limits for one guide."""
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self._eos_token_ids = tuple(sorted({token for token in eos_token_ids if token < vocab_size}))
         if not self._eos_token_ids:
@@ -157,7 +157,7 @@ class GuideCompiler:
     def _shared_backend(self) -> _Backend:
         with self._backend_lock:
             if self._backend is None:
-                self._backend = _Backend(self._tokenizer, self.vocab_size, self._eos_token_ids)
+                self._backend = _Backend(self.tokenizer, self.vocab_size, self._eos_token_ids)
             return self._backend
 
     def fill_masks(self, states: Sequence[GuideState | None], out: np.ndarray) -> np.ndarray:

@@ -269,6 +269,8 @@ class Scheduler:
     # ---- prompts ---------------------------------------------------------------------------------
 
     def _schedule_prompts(self, plan: StepPlan) -> None:
+        if plan.num_decodes == len(self._running):
+            return
         admitted = set(map(id, plan.admitted))  # one resumed with a single token left missed the decodes
         prompts = [seq for seq in self._running if seq.is_forked and (not _is_decode(seq) or id(seq) in admitted)]
         budget = self._budget - plan.num_decodes

@@ -76,16 +76,14 @@ class SequenceGroup:
     num_scored: int = 0
     prompt_scores: list[Any] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)
+    num_prompt: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.num_prompt = len(self.prompt_ids)
         count = self.sampling.num_sequences or 1
         self.sequences = [Sequence(self, index) for index in range(count)]
         if self.score_start is not None:
             self.num_scored = self.score_start
-
-    @property
-    def num_prompt(self) -> int:
-        return len(self.prompt_ids)
 
     @property
     def leader(self) -> Sequence:
@@ -147,7 +145,7 @@ class Sequence:
 
     @property
     def num_output(self) -> int:
-        return len(self.token_ids) - len(self.group.prompt_ids)
+        return len(self.token_ids) - self.group.num_prompt
 
     @property
     def is_finished(self) -> bool:

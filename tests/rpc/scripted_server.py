@@ -46,7 +46,7 @@ def script(history: tuple[int, ...]) -> list[float]:
             wanted = EOS
     else:
         return _hashed(history)
-    return [10.0 if token == wanted else -0.05 * token for token in range(VOCAB_SIZE)]
+    return [30.0 if token == wanted else -0.05 * token for token in range(VOCAB_SIZE)]
 
 
 async def main(directory: str, *changes: str) -> None:

@@ -84,7 +84,7 @@ def test_eng_10_kvc_01_the_connector_is_reported_as_off(stub, info):
     assert connector.HasField("enabled") and not connector.enabled and not connector.local_endpoints
 
 
-def test_mod_01_02_a_model_is_required_and_known(stub):
+def test_mod_01_02_err_04_a_model_is_required_and_known(stub):
     assert status(lambda: stub.GetModelInfo(pb.GetModelInfoRequest())) is INVALID
     assert status(lambda: stub.GetModelInfo(pb.GetModelInfoRequest(model="nobody"))) is NOT_FOUND
 

@@ -458,7 +458,7 @@ def test_kvo_06_cached_or_not_the_output_is_the_same(stub):
 # ---- STR, USE ------------------------------------------------------------------------------------
 
 
-def test_str_01_to_12_the_stream_of_several_outputs(stub):
+def test_str_01_to_09_11_12_the_stream_of_several_outputs(stub):
     message = request("hello", max_tokens=9, sampling__num_sequences=3, sampling__seed=1, response__return_prompt_logprobs=True)
     result = run(stub, message)
     kinds = [response.WhichOneof("event") for response in result.responses]

@@ -30,12 +30,9 @@ AREAS = {
 ONE_OF = {"KVC-01", "PD-06"}
 UNSEEN = {
     "ABT-09": "abort is supported, so that no engine without it can be asked",
-    "CKY-12": "in test_tok_02_03_cky_12, with the identity of the tokenizer",
     "DRN-10": "an aggregated engine has no KV sessions; with prefill and decode engines",
     "ENG-11": "a role mismatch: test_gen_09 with the case pd_06",
-    "GEN-13": "the model takes no media; the counts are checked with a model that does",
     "GEN-18": "the model generates; with a model that does not",
-    "KV-16": "no adapters here; with LoRA",
     "KVO-08": "no adapters here; with LoRA",
     "LGP-08": "every selection mode is advertised",
     "LGP-18": "logprobs of both kinds are advertised",

@@ -1,0 +1,61 @@
+"""Every engine setting is checked when it is given."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from openengine.core.config import EngineConfig
+from openengine.errors import InvalidArgument, UnsupportedFeature
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model_path", 3),
+        ("device", None),
+        ("served_model_name", 1),
+        ("aliases", "name"),
+        ("aliases", (1,)),
+        ("dtype", "float8"),
+        ("dtype", ["float32"]),
+        ("kernels", "fast"),
+        ("role", "both"),
+        ("seed", "1"),
+        ("seed", -1),
+        ("seed", 2**64),
+        ("num_threads", 0),
+        ("max_model_len", True),
+        ("max_num_seqs", 0),
+        ("max_num_batched_tokens", 1.5),
+        ("max_queued_requests", None),
+        ("block_size", -4),
+        ("num_kv_blocks", "many"),
+        ("kv_memory_fraction", 0),
+        ("kv_memory_fraction", "half"),
+        ("event_buffer_size", -1),
+        ("enable_prefix_cache", "yes"),
+        ("generation_config", 1),
+        ("default_sampling", {"temperature": 1}),
+    ],
+)
+def test_a_bad_value_is_refused_naming_the_field(name, value):
+    with pytest.raises(InvalidArgument, match=name):
+        EngineConfig(**{"model_path": "m", name: value})
+
+
+def test_more_sequences_than_tokens_in_a_step_are_refused():
+    with pytest.raises(InvalidArgument, match=r"max_num_seqs 64 exceeds max_num_batched_tokens 32"):
+        EngineConfig("m", max_num_batched_tokens=32)
+
+
+@pytest.mark.parametrize("option", [{"role": "prefill"}, {"quantization": "int3"}, {"tensor_parallel_size": 2}])
+def test_what_is_not_supported_is_refused_by_name(option):
+    with pytest.raises(UnsupportedFeature, match=next(iter(option))):
+        EngineConfig("m", **option)
+
+
+def test_a_config_can_be_pickled():
+    config = EngineConfig("m", seed=1)
+    assert pickle.loads(pickle.dumps(config)) == config

@@ -1,0 +1,246 @@
+"""Compiling guides, the masks of sequences under them, and the limits."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+pytest.importorskip("llguidance")
+
+from guided_tools import EOS, OTHER_EOS, byte_compiler, legal_tokens, start_after
+
+from openengine.core.guided import GuideCompiler
+from openengine.errors import InternalError, InvalidArgument, UnsupportedFeature
+from openengine.types import ChoiceConstraint, GuidedDecoding, JsonObjectConstraint
+
+EXTRA = (b"ab", b"abc", b"b1", b'{"', b"12", b"")
+AB, ABC, B1 = OTHER_EOS + 1, OTHER_EOS + 2, OTHER_EOS + 3
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory) -> Iterator[GuideCompiler]:
+    compiler = byte_compiler(tmp_path_factory.mktemp("bytes"), extra=EXTRA[:-1], vocab_size=300)
+    yield compiler
+    compiler.close()
+
+
+def choice(*texts: str) -> GuidedDecoding:
+    return GuidedDecoding(choice=ChoiceConstraint(texts))
+
+
+def regex(pattern: str) -> GuidedDecoding:
+    return GuidedDecoding(regex=pattern)
+
+
+# ---- which guides are taken ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("guide", "said"),
+    [
+        (GuidedDecoding(), "given: none"),
+        (GuidedDecoding(regex="a", json_object=JsonObjectConstraint()), "given: regex, json_object"),
+        (choice(), "choices is empty"),
+        (choice("a", ""), "choices[1] is empty"),
+        (choice("a", "b", "a"), "choices[2] 'a' is there twice"),
+        (choice("\ud800"), "lone surrogate at position 0"),
+        (GuidedDecoding(regex="a", backend="xgrammar"), "backend 'xgrammar'"),
+        (regex("[a-"), "position 0"),
+        (regex("(?=a)b"), "lookahead"),
+        (regex("a" * 600_000), "guide_max_bytes"),
+    ],
+)
+def test_g1_g3_gde_08_gde_09_gde_10_a_malformed_guide_is_refused(compiler, guide, said):
+    with pytest.raises(InvalidArgument) as caught:
+        compiler.compile(guide)
+    assert said in caught.value.message
+
+
+def test_g4_anchors_and_empty_alternatives_are_harmless(compiler):
+    assert compiler.compile(regex("^(.*)$")).accepts("a b")
+    assert compiler.compile(regex("^(|.*)$")).accepts("")
+
+
+def test_gde_10_the_default_backend_may_be_named(compiler):
+    assert compiler.compile(GuidedDecoding(regex="a", backend="llguidance")).accepts("a")
+
+
+def test_a_missing_backend_names_the_package_and_the_extra(compiler, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(UnsupportedFeature, match=r"llguidance.*\[guided\]"):
+        compiler.submit(regex("missing"))
+
+
+def test_a_model_without_an_end_token_cannot_be_guided(compiler):
+    with pytest.raises(UnsupportedFeature, match="end-of-sequence"):
+        GuideCompiler(compiler.tokenizer, 300, [])
+
+
+# ---- masks -----------------------------------------------------------------------------------------
+
+
+def test_gde_05_g22_a_choice_that_begins_another_is_reachable_and_so_is_the_other(compiler):
+    guide = compiler.compile(choice("a", "ab", "b"))
+    assert legal_tokens(compiler, guide.start()) == [ord("a"), ord("b"), AB]
+    assert legal_tokens(compiler, start_after(guide, "a")) == [ord("b"), EOS, OTHER_EOS]
+    assert legal_tokens(compiler, start_after(guide, "ab")) == [EOS, OTHER_EOS]
+
+
+def test_a_token_across_a_boundary_is_legal_only_where_the_guide_goes_on_with_it(compiler):
+    guide = compiler.compile(regex("ab[0-9]"))
+    assert ABC not in legal_tokens(compiler, guide.start())
+    assert B1 in legal_tokens(compiler, start_after(compiler.compile(regex("(a|x)b[0-9]")), "a"))
+
+
+def test_g18_after_the_last_digit_only_the_ends_are_legal(compiler):
+    state = compiler.compile(regex("[0-9]{3}")).start()
+    for position in range(3):
+        assert not state.may_end and not state.is_complete and EOS not in legal_tokens(compiler, state)
+        state.accept(ord("0") + position)
+    assert state.may_end and state.is_complete
+    assert legal_tokens(compiler, state) == [EOS, OTHER_EOS]
+
+
+def test_g19_every_end_token_is_illegal_until_the_guide_may_end(compiler):
+    guide = compiler.compile(GuidedDecoding(json_schema='{"type": "object"}'))
+    for text in ("", "{", '{"a', '{"a": 1', '{"a": [1]'):
+        assert not {EOS, OTHER_EOS} & set(legal_tokens(compiler, start_after(guide, text))), text
+    assert legal_tokens(compiler, start_after(guide, "{}")) == [EOS, OTHER_EOS]
+
+
+def test_stop_ids_of_a_request_are_illegal_until_the_guide_may_end(compiler):
+    guide = compiler.compile(regex("a+"))
+    assert ord("b") not in legal_tokens(compiler, compiler.compile(regex("[abc]c")).start(stop_token_ids=[ord("b")]))
+    assert 299 not in legal_tokens(compiler, guide.start(stop_token_ids=[299]))
+    state = guide.start([ord("a")], stop_token_ids=[299])
+    assert {299, EOS, ord("a")} <= set(legal_tokens(compiler, state))
+    state.accept(299)
+
+
+def test_ids_without_text_are_never_legal(compiler):
+    guide = compiler.compile(regex("(.|\n)*"))
+    tokens = set(legal_tokens(compiler, guide.start()))
+    assert {ord("a"), AB, EOS} <= tokens and not tokens & set(range(OTHER_EOS + len(EXTRA), 300))
+
+
+def test_characters_of_several_bytes_are_built_byte_by_byte(compiler):
+    guide = compiler.compile(choice("é", "ê"))
+    assert legal_tokens(compiler, guide.start(list("é".encode()[:1]))) == [0xA9, 0xAA]
+
+
+def test_gde_12_masks_of_a_batch_do_not_mix(compiler):
+    first, second = compiler.compile(regex("[0-9]+")).start(), compiler.compile(choice("x")).start()
+    out = np.zeros((4, -(-300 // 32)), np.int32)
+    first.accept(ord("1"))
+    complete = compiler.fill_masks([first, None, second, first.copy()], out)
+    rows = [np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")[:300]).tolist() for row in out]
+    assert rows[1] == list(range(300)) and rows[2] == [ord("x")]
+    assert rows[0] == rows[3] and EOS in rows[0] and ord("7") in rows[0]
+    assert complete.tolist() == [False] * 4
+
+
+def test_a_copy_goes_its_own_way(compiler):
+    state = compiler.compile(regex("ab|ac")).start([ord("a")])
+    twin = state.copy()
+    state.accept(ord("b"))
+    assert state.is_complete and not twin.is_complete
+    twin.accept(ord("c"))
+    assert twin.is_complete
+
+
+def test_a_state_is_rebuilt_from_its_tokens_after_preemption(compiler):
+    guide = compiler.compile(GuidedDecoding(json_schema='{"type": "array", "items": {"type": "integer"}}'))
+    state = guide.start()
+    for token in b"[12, 3":
+        state.accept(token)
+    assert legal_tokens(compiler, state) == legal_tokens(compiler, guide.start(list(b"[12, 3")))
+
+
+def test_a_token_against_the_guide_is_an_internal_error(compiler):
+    state = compiler.compile(regex("[0-9]")).start()
+    with pytest.raises(InternalError, match="token 97 is not legal"):
+        state.accept(ord("a"))
+    with pytest.raises(InternalError, match="token 256"):
+        compiler.compile(regex("[0-9]")).start().accept(EOS)
+
+
+def test_forced_tokens_are_those_that_must_follow(compiler):
+    guide = compiler.compile(regex("[0-9]abcabc"))
+    state = guide.start([ord("1")])
+    forced = state.forced_tokens()
+    for token in forced:
+        assert legal_tokens(compiler, state) == [token]
+        state.accept(token)
+
+
+# ---- cache, threads, limits ------------------------------------------------------------------------
+
+
+def test_a_guide_is_compiled_once(compiler):
+    first = compiler.compile(regex("cached[0-9]"))
+    assert compiler.compile(regex("cached[0-9]")) is first
+    futures = [compiler.submit(regex("cached[a-z]")) for _ in range(5)]
+    assert len({id(future.result()) for future in futures}) == 1
+
+
+def test_cancelling_one_wait_leaves_the_others(compiler):
+    futures = [compiler.submit(GuidedDecoding(json_schema=json.dumps({"enum": [f"v{i}" for i in range(2000)]}))) for _ in range(2)]
+    futures[0].cancel()
+    assert futures[1].result().accepts('"v7"')
+
+
+def test_a_refusal_is_not_remembered_as_a_guide(compiler):
+    for _ in range(2):
+        with pytest.raises(InvalidArgument):
+            compiler.compile(regex("(forgotten"))
+
+
+PATHOLOGICAL = {
+    "nested_repetition": regex("((a?){60}){60}(a{60}){60}"),
+    "exponential_regex": regex("(x+x+)+y(.*a){60}(a|b)*a(a|b){60}"),
+    "nested_groups": GuidedDecoding(ebnf_grammar="root ::= " + "(" * 5000),
+    "doubling_rules": GuidedDecoding(
+        ebnf_grammar="root ::= x0\n" + "\n".join(f"x{i} ::= x{i + 1} x{i + 1}" for i in range(40)) + '\nx40 ::= "a"'
+    ),
+    "a_chain_of_rules": GuidedDecoding(
+        ebnf_grammar="root ::= x0\n" + "\n".join(f'x{i} ::= "(" x{i + 1} root? | "b"' for i in range(1500)) + '\nx1500 ::= "a"'
+    ),
+    "many_alternatives": choice(*(f"choice {i}" for i in range(10_000))),
+    "a_large_schema": GuidedDecoding(json_schema=json.dumps({"enum": ["x" * 100 + str(i) for i in range(10_000)]})),
+    "a_deep_schema": GuidedDecoding(json_schema='{"items":' * 3000 + "{}" + "}" * 3000),
+    "many_conditions": GuidedDecoding(
+        json_schema=json.dumps({"type": "object", "dependentRequired": {f"a{i}": [f"b{i}"] for i in range(40)}})
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PATHOLOGICAL)
+def test_a_pathological_guide_is_compiled_or_refused_in_time_while_others_go_on(tmp_path, name):
+    compiler = byte_compiler(tmp_path, timeout_s=2.0)
+    running = compiler.compile(regex("[a-z]+")).start()
+    outcome: list[object] = []
+
+    def work() -> None:
+        try:
+            outcome.append(compiler.compile(PATHOLOGICAL[name]))
+        except InvalidArgument as exc:
+            outcome.append(exc)
+
+    thread = threading.Thread(target=work)
+    began = time.monotonic()
+    thread.start()
+    num_steps = 0
+    while thread.is_alive():
+        assert ord("a") in legal_tokens(compiler, running)
+        running.accept(ord("a"))
+        num_steps += 1
+        time.sleep(0.001)
+    assert time.monotonic() - began < 15
+    assert outcome and num_steps >= 0
+    compiler.close()

@@ -1,0 +1,221 @@
+"""GBNF grammars and structural tags as guides."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("llguidance")
+
+from guided_tools import byte_compiler
+
+from openengine.core.guided import GuideCompiler
+from openengine.core.guides.context_free import Choice, Node, Reference, Sequence
+from openengine.core.guides.gbnf import parse_gbnf
+from openengine.core.guides.language import Language, matches
+from openengine.errors import InvalidArgument
+from openengine.types import GuidedDecoding
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory) -> Iterator[GuideCompiler]:
+    compiler = byte_compiler(tmp_path_factory.mktemp("bytes"), timeout_s=30)
+    yield compiler
+    compiler.close()
+
+
+def judged(compiler: GuideCompiler, guide: GuidedDecoding, texts: list[str]) -> list[str]:
+    compiled = compiler.compile(guide)
+    return [text for text in texts if compiled.accepts(text)]
+
+
+# ---- GBNF ------------------------------------------------------------------------------------------
+
+GRAMMARS: dict[str, tuple[str, list[str], list[str]]] = {
+    "literals_that_share_a_beginning": ('root ::= "a" "b" | "ab" "c" x?\nx ::= "(" x ")" | "y"', ["ab", "abc", "abc((y))"], ["aby", "ab(", "a"]),
+    "left_recursion": ('root ::= root "a" | "b"', ["b", "baa"], ["a", "ab", ""]),
+    "right_recursion": ('root ::= x "!"\nx ::= "a" x | ""', ["!", "aaa!"], ["aaa"]),
+    "palindromes": ('root ::= "a" root "a" | "b" root "b" | [ab] | ""', ["", "abba", "aba", "aaaa"], ["ab", "abab"]),
+    "white_space_twice": ('root ::= ws item ws\nitem ::= "x" | "(" ws item ws ")"\nws ::= [ \\t\\n]*', [" x ", " ( (x ) )\n"], ["((x)", ""]),
+    "escapes": (r'root ::= "caf\u00e9 \x41\U0001F600" [^\n\]]* ("z"){2}', ["café A😀qzz"], ["café A😀z", "café A😀]zz"]),
+    "any_character": ('root ::= "<" . ">"', ["<é>", "<\n>"], ["<>", "<ab>"]),
+    "bounds": ("root ::= [0-9]{2,3} (\",\" [0-9]{2})*", ["12", "123,45,67"], ["1", "1234", "12,3"]),
+    "several_lines_and_notes": ('root ::= # begins here\n  "a"\n  | b # or this\n\nb ::= (\n "b"\n "c"?\n)', ["a", "b", "bc"], ["ab"]),
+    "json": (
+        r'''root ::= object
+            value ::= object | array | string | [0-9]+ ("." [0-9]+)? ws | ("true" | "null") ws
+            object ::= "{" ws (string ":" ws value ("," ws string ":" ws value)*)? "}" ws
+            array ::= "[" ws (value ("," ws value)*)? "]" ws
+            string ::= "\"" ([^"\\\x00-\x1F] | "\\" (["\\/bfnrt] | "u" [0-9a-fA-F]{4}))* "\"" ws
+            ws ::= | " " | "\n" [ \t]{0,20}''',
+        ['{"a": [1, 2.5, "x\\n", null], "b": {}}', "{}"], ['{"a": 1,}', '{"a":}', "[]"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_gde_03_an_output_derives_from_the_grammar(compiler, name):
+    grammar, valid, invalid = GRAMMARS[name]
+    assert judged(compiler, GuidedDecoding(ebnf_grammar=grammar), valid + invalid) == valid
+
+
+@pytest.mark.parametrize(
+    ("grammar", "said"),
+    [
+        ("", "no rule named 'root'"), ('a ::= "b"', "no rule named 'root'"), ("root ::= b", "no rule 'b'"), ('root ::= "a', "line 1, column 10"),
+        ("root ::= [a", "missing ']'"), ('root ::= root "x"', "no text derives"), ("root ::= (a", "missing ')'"), ('root = "x"', "expected '::='"),
+        ('root ::= "a"\nroot ::= "b"', "line 2, column 1: the rule 'root' is defined twice"), ('root ::= "\\q"', r"the escape \q"),
+        ("root ::= <[1000]>", "a token by id or name"), ('root ::= "a" )', "unmatched ')'"), ('root ::= "a"{3,2}', "wrong order"),
+        ("root ::= [b-a]", "wrong order"), ("root ::= " + "(" * 200, "nested more than"), ('root ::= "\\ud800"', "is no character"),
+    ],
+)  # fmt: skip
+def test_gde_07_a_malformed_grammar_is_refused_with_its_place(compiler, grammar, said):
+    with pytest.raises(InvalidArgument) as caught:
+        compiler.compile(GuidedDecoding(ebnf_grammar=grammar))
+    assert said in caught.value.message
+
+
+LENGTH = 4
+WORDS = ["".join(letters) for length in range(LENGTH + 1) for letters in itertools.product("abc", repeat=length)]
+
+
+def derived(node: Node, rules: dict[str, set[str]]) -> set[str]:
+    """All texts of up to LENGTH characters that `node` derives, given those of the rules."""
+
+    def join(first: set[str], second: set[str]) -> set[str]:
+        return {a + b for a in first for b in second if len(a + b) <= LENGTH}
+
+    if isinstance(node, Language):
+        return {word for word in WORDS if matches(node, word)}
+    if isinstance(node, Reference):
+        return rules[node.name]
+    if isinstance(node, Choice):
+        return set().union(*(derived(part, rules) for part in node.parts))
+    result = {""}
+    if isinstance(node, Sequence):
+        for part in node.parts:
+            result = join(result, derived(part, rules))
+        return result
+    inner = derived(node.inner, rules)
+    for _ in range(node.low):
+        result = join(result, inner)
+    for _ in range((LENGTH if node.high is None else node.high) - node.low):
+        result = result | join(result, inner)
+    return result
+
+
+def random_grammar(rng: random.Random) -> str:
+    atoms = ['"a"', '"b"', '"ab"', '"abc"', '"c"', "[ab]", "[^a]", "[a-c]", "A", "B", "root"]
+
+    def build(depth: int) -> str:
+        kind = rng.random()
+        if depth == 0 or kind < 0.35:
+            return rng.choice(atoms)
+        if kind < 0.65:
+            return " ".join(build(depth - 1) for _ in range(rng.randint(2, 3)))
+        if kind < 0.85:
+            return f"({' | '.join(build(depth - 1) for _ in range(rng.randint(2, 3)))}{rng.choice(['', ' | '])})"
+        return f"({build(depth - 1)}){rng.choice(['*', '+', '?', '{2}', '{1,2}', '{0,3}'])}"
+
+    return f"root ::= {build(3)}\nA ::= {build(2)}\nB ::= {build(2)}\n"
+
+
+def test_gde_03_random_grammars_agree_with_their_derivations(compiler):
+    """Terminals are read by longest match; whatever the grammar, that must not cost or add a text."""
+    rng, num_checked = random.Random(3), 0
+    for _ in range(40):
+        grammar = random_grammar(rng)
+        rules = parse_gbnf(grammar)
+        known: dict[str, set[str]] = {name: set() for name in rules}
+        while (more := {name: derived(node, known) | known[name] for name, node in rules.items()}) != known:
+            known = more
+        try:
+            guide = compiler.compile(GuidedDecoding(ebnf_grammar=grammar))
+        except InvalidArgument as exc:
+            assert "derives" in exc.message and not known["root"], grammar
+            continue
+        num_checked += 1
+        assert [word for word in WORDS if guide.accepts(word) is not (word in known["root"])] == [], grammar
+    assert num_checked > 25
+
+
+# ---- structural tags -------------------------------------------------------------------------------
+
+POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
+
+
+def form(content: dict) -> dict:
+    return {"type": "structural_tag", "format": content}
+
+
+def schema(content: dict) -> dict:
+    return {"type": "json_schema", "json_schema": content}
+
+
+def tag(begin: str, content: dict, end: str) -> dict:
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+TAGS: dict[str, tuple[dict, list[str], list[str]]] = {
+    "structures": (
+        {"type": "structural_tag", "triggers": ["<f="], "structures": [
+            {"begin": "<f=a>", "schema": POINT, "end": "</f>"}, {"begin": "<f=ab>", "schema": {"type": "integer"}, "end": "</f>"}]},
+        ["", "hello < world", 'say <f=a>{"x": 1}</f> done', '<f=ab>12</f><f=a>{"x":3}</f>', "<f", "日本<f=ab>1</f>語"],
+        ['<f=a>{"x": 1}', "<f=b>", '<f=a>{"y":1}</f>', "x <f=", '<f=ab>{"x":1}</f>'],
+    ),
+    "triggered_tags": (
+        form({"type": "triggered_tags", "triggers": ["<t>"], "tags": [tag("<t>", schema(POINT), "</t>")]}),
+        ["", "text", 'a<t>{"x":1}</t>b<t>{"x":2}</t>'], ["<t>", 'a<t>{"x":1}'],
+    ),
+    "at_least_one_and_stop": (
+        form({"type": "triggered_tags", "triggers": ["<t>"], "tags": [tag("<t>", schema(POINT), "</t>")], "at_least_one": True, "stop_after_first": True}),
+        ['hi <t>{"x":1}</t>'], ["hi", "", '<t>{"x":1}</t> more'],
+    ),
+    "sequence": (
+        form({"type": "sequence", "elements": [
+            {"type": "const_string", "value": "A:"},
+            {"type": "or", "elements": [{"type": "regex", "pattern": "[0-9]+"}, {"type": "const_string", "value": "none"}]},
+            tag("<think>", {"type": "any_text"}, "</think>"),
+            {"type": "grammar", "grammar": 'root ::= "(" root ")" | "x"'}]}),
+        ["A:12<think>a<b</think>((x))", "A:none<think></think>x"], ["A:<think></think>x", "A:1<think>a</think>b</think>x", "A:1x"],
+    ),
+    "any_text": (form({"type": "any_text"}), ["", "anything\nat all"], []),
+    "any_text_without": (form({"type": "any_text", "excludes": ["no"]}), ["yes", "n o"], ["nno"]),
+    "text_up_to_a_tag": (
+        form({"type": "sequence", "elements": [{"type": "any_text"}, tag("<j>", schema(POINT), "")]}),
+        ['abc<j>{"x":1}', '<j>{"x":1}'], ["abc", '<j>{"x":1}<j>{"x":1}'],
+    ),
+    "separated": (
+        form({"type": "tags_with_separator", "separator": ",", "tags": [tag("<", {"type": "regex", "pattern": "[a-z]+"}, ">")], "at_least_one": True}),
+        ["<a>", "<a>,<bc>"], ["", "<a>,", "<a><b>"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TAGS)
+def test_gde_04_text_with_structure_where_a_trigger_begins_it(compiler, name):
+    content, valid, invalid = TAGS[name]
+    assert judged(compiler, GuidedDecoding(structural_tag=json.dumps(content)), valid + invalid) == valid
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "not valid JSON"), ("[]", '"type": "structural_tag"'), ("{}", '"type": "structural_tag"'),
+        (form({"type": "nope"}), "/format"), (form(tag("a", {"type": "any_text"}, "b") | {"x": 1}), "has x"),
+        (form({"type": "sequence", "elements": []}), "/format/elements"), (form({"type": "regex", "pattern": "("}), "missing ')'"),
+        ({"type": "structural_tag", "structures": [{"begin": "x", "schema": {}, "end": ""}], "triggers": ["<"]}, "none of the triggers"),
+        (form(tag("a", schema({"uniqueItems": True, "type": "array"}), "b")), "/format/content/json_schema"),
+        (form({"type": "sequence", "elements": [schema({"type": "integer"}), {"type": "regex", "pattern": "[0-9]"}]}), "its end is not clear"),
+        (form({"type": "sequence", "elements": [{"type": "any_text"}, schema({})]}), "cannot be told from"),
+        (form({"type": "const_string"}), "/format/value"), (form({"type": "triggered_tags", "triggers": [""], "tags": [tag("a", schema({}), "")]}), "triggers"),
+    ],
+)  # fmt: skip
+def test_gde_07_a_structural_tag_that_cannot_be_exact_is_refused(compiler, content, said):
+    with pytest.raises(InvalidArgument) as caught:
+        compiler.compile(GuidedDecoding(structural_tag=content if isinstance(content, str) else json.dumps(content)))
+    assert said in caught.value.message
