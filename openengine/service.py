@@ -64,7 +64,9 @@ class Services:
                 "abort takes exactly one target: a non-empty request_id, a kv_session with an id, or all_requests=True"
             )
         if kv_session is not None:
-            raise KvSessionNotFound(f"session {kv_session.session_id!r:.80} is not open; this engine holds no KV sessions")
+            raise KvSessionNotFound(
+                f"session {kv_session.session_id!r:.80} is not open; this engine holds no KV sessions"
+            )
         return self._loop.abort_all() if request_id is None else self._loop.abort(request_id)
 
     # ---- KV discovery ----------------------------------------------------------------------------
@@ -75,7 +77,9 @@ class Services:
     def advertise(self, host: str, port: int) -> None:
         """Raises InvalidArgument for a wildcard or a port that nobody can connect to."""
         if not isinstance(host, str) or host in _WILDCARDS:
-            raise InvalidArgument(f"host {host!r:.80} is a wildcard or empty; give a name or address that others can reach")
+            raise InvalidArgument(
+                f"host {host!r:.80} is a wildcard or empty; give a name or address that others can reach"
+            )
         if isinstance(port, bool) or not isinstance(port, int) or not 1 <= port <= 65535:
             raise InvalidArgument(f"port must be between 1 and 65535, not {port!r:.80}")
         self._endpoint = KvEndpoint(host=host, port=port, protocol="grpc")

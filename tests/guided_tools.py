@@ -18,7 +18,9 @@ OTHER_EOS = 257
 NUM_TOKENS = 258
 
 
-def byte_compiler(directory: Path, *, extra: tuple[bytes, ...] = (), vocab_size: int | None = None, **options: Any) -> GuideCompiler:
+def byte_compiler(
+    directory: Path, *, extra: tuple[bytes, ...] = (), vocab_size: int | None = None, **options: Any
+) -> GuideCompiler:
     """A compiler whose token b is the byte b, 256 and 257 end an output, and `extra` tokens follow."""
     vocabulary = [*(bytes([value]) for value in range(256)), "<eos>", "<end>", *extra]
     write_tokenizer(directory, vocabulary, special=("<eos>", "<end>"))
@@ -39,7 +41,9 @@ def start_after(guide: CompiledGuide, text: str) -> GuideState:
     return guide.start(list(text.encode()))
 
 
-def greedy_output(compiler: GuideCompiler, guide: CompiledGuide, prefer: Callable[[list[int]], int], limit: int = 2000) -> bytes:
+def greedy_output(
+    compiler: GuideCompiler, guide: CompiledGuide, prefer: Callable[[list[int]], int], limit: int = 2000
+) -> bytes:
     """The output that always takes the token that `prefer` picks among the legal ones, up to its end."""
     state, output = guide.start(), bytearray()
     while len(output) < limit:

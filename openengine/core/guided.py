@@ -6,20 +6,20 @@ what the guides mean (guides/), applying masks (sampler.py), when a sequence end
     GuidedDecoding ─ GuideCompiler.submit ─ CompiledGuide ─ start ─ GuideState ─ fill_masks ─▶ i32[S, ceil(V / 32)]
                      (worker, cached)                        (one per sequence)  accept ◀─ drawn token
 
-The backend is llguidance; only this module knows it.
+The backend is llguidance, behind guides/backend.py.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
+from openengine.core.guides.backend import Backend, BackendRefused, GuideTokenizer, first_line, import_backend
 from openengine.core.guides.gbnf import add_gbnf
 from openengine.core.guides.grammar import Grammar, GrammarTooLarge
 from openengine.core.guides.language import TooComplex, is_empty, literal, union
@@ -37,21 +37,11 @@ BACKEND = "llguidance"
 
 _MAX_CACHED = 256
 _STACK_BYTES = 64 << 20
+_stack_size_lock = threading.Lock()  # the size is the process's, so whoever changes it for a moment takes turns
 _NUM_WORKERS = 2
-_MAX_MASK_S = 1.0  # every step of every request would wait for it
 _BYTES_PER_SOURCE_BYTE = 8  # how much longer than its guide a grammar may be, beyond the first megabyte
 _LEAST_GRAMMAR_BYTES = 1 << 20
 _KINDS = ("json_schema", "regex", "ebnf_grammar", "structural_tag", "choice", "json_object")
-
-
-class GuideTokenizer(Protocol):
-    """What guides need of a tokenizer."""
-
-    special_tokens: dict[int, str]
-
-    def all_token_bytes(self) -> list[bytes]: ...
-
-    def encode(self, text: str, *, add_special_tokens: bool, parse_special_tokens: bool) -> list[int]: ...
 
 
 class GuideCompiler:
@@ -78,7 +68,7 @@ class GuideCompiler:
         self._futures: OrderedDict[GuidedDecoding, Future[CompiledGuide]] = OrderedDict()
         self._workers = ThreadPoolExecutor(_NUM_WORKERS, thread_name_prefix="openengine-guide")
         self._backend_lock = threading.Lock()
-        self._backend: _Backend | None = None
+        self._backend: Backend | None = None
 
     def submit(self, guide: GuidedDecoding) -> Future[CompiledGuide]:
         """Compile in a worker thread; the same guide is compiled once. The future raises as `compile` does.
@@ -91,7 +81,7 @@ class GuideCompiler:
             raise InvalidArgument(
                 f"the guide has {size} bytes, the limit guide_max_bytes is {self._max_bytes}; shorten it or raise the limit"
             )
-        _import_backend()
+        import_backend()
         with self._lock:
             shared = self._futures.get(guide)
             is_new = shared is None
@@ -120,11 +110,12 @@ class GuideCompiler:
 
     def _in_worker(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         """Run in a worker thread, whose stack is large: the backend follows a grammar's references by recursion."""
-        usual = threading.stack_size(_STACK_BYTES)
-        try:
-            return self._workers.submit(function, *args)
-        finally:
-            threading.stack_size(usual)
+        with _stack_size_lock:
+            usual = threading.stack_size(_STACK_BYTES)
+            try:
+                return self._workers.submit(function, *args)
+            finally:
+                threading.stack_size(usual)
 
     def _forget_failure(self, guide: GuidedDecoding, future: Future[CompiledGuide]) -> None:
         if future.cancelled() or future.exception() is not None:
@@ -150,14 +141,14 @@ class GuideCompiler:
             raise InvalidArgument(
                 f"the {what} guide is too complex: it is nested too deeply or has too many alternatives"
             ) from None
-        except _BackendRefused as exc:
+        except BackendRefused as exc:
             raise InvalidArgument(f"the {what} guide cannot be compiled: {exc}") from None
         return compiled
 
-    def _shared_backend(self) -> _Backend:
+    def _shared_backend(self) -> Backend:
         with self._backend_lock:
             if self._backend is None:
-                self._backend = _Backend(self.tokenizer, self.vocab_size, self._eos_token_ids)
+                self._backend = Backend(self.tokenizer, self.vocab_size, self._eos_token_ids)
             return self._backend
 
     def fill_masks(self, states: Sequence[GuideState | None], out: np.ndarray) -> np.ndarray:
@@ -184,7 +175,7 @@ class CompiledGuide:
 
     __slots__ = ("_backend", "_grammar", "_in_worker", "_judge", "_prototype", "_vocab_size")
 
-    def __init__(self, backend: _Backend, grammar: str, vocab_size: int, in_worker: Callable[..., Future[Any]]) -> None:
+    def __init__(self, backend: Backend, grammar: str, vocab_size: int, in_worker: Callable[..., Future[Any]]) -> None:
         self._backend = backend
         self._in_worker = in_worker
         self._grammar = grammar
@@ -213,7 +204,9 @@ class CompiledGuide:
         if taken == len(data):
             matcher.consume_tokens(data)
         if matcher.is_error():
-            raise InvalidArgument(f"the text is too complex to judge under this guide: {_first_line(matcher.get_error())}")
+            raise InvalidArgument(
+                f"the text is too complex to judge under this guide: {first_line(matcher.get_error())}"
+            )
         return matcher if taken == len(data) else None
 
     def start(self, token_ids: Sequence[int] = (), *, stop_token_ids: Sequence[int] = ()) -> GuideState:
@@ -262,7 +255,7 @@ class GuideState:
         if is_end and self.may_end:
             return
         if is_end or not self.matcher.consume_token(token):
-            self.error = _first_line(self.matcher.get_error()) or "it ends the output too early"
+            self.error = first_line(self.matcher.get_error()) or "it ends the output too early"
             raise InternalError(f"token {token} is not legal under the guide: {self.error}")
 
     def forced_tokens(self) -> list[int]:
@@ -280,7 +273,7 @@ class GuideState:
     def finish_mask(self, row: np.ndarray) -> bool:
         """Put the stop ids right in a mask row i32[ceil(V / 32)]; returns `is_complete`."""
         if self.matcher.is_error():
-            self.error = _first_line(self.matcher.get_error())
+            self.error = first_line(self.matcher.get_error())
             row[:] = 0
             return False
         words, may_end = row.view(np.uint32), self.may_end
@@ -355,134 +348,6 @@ _FRONT_ENDS: dict[str, Callable[[Grammar, GuidedDecoding, Work], str]] = {
     "choice": lambda grammar, guide, _: grammar.symbol(union(*map(literal, guide.choice.choices))),
     "json_object": lambda grammar, _, work: add_schema(grammar, {"type": "object"}, work).symbol,
 }
-
-# ---- the backend -----------------------------------------------------------------------------------
-
-
-class _BackendRefused(Exception):
-    """The backend cannot compile a grammar."""
-
-
-def _import_backend() -> Any:
-    try:
-        import llguidance
-    except ImportError as exc:
-        raise UnsupportedFeature(
-            'guided decoding needs the package llguidance: pip install "openengine-inference[guided]"'
-        ) from exc
-    return llguidance
-
-
-class _Backend:
-    """llguidance over one vocabulary, and over plain bytes for judging texts."""
-
-    def __init__(self, tokenizer: GuideTokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-        self._library = _import_backend()
-        self.eos_token_ids = frozenset(eos_token_ids)
-        vocabulary = _Vocabulary(tokenizer, vocab_size, eos_token_ids)
-        wrap = self._library.TokenizerWrapper
-        self._tokenizer = self._library.LLTokenizer(wrap(vocabulary), n_vocab=vocab_size, eos_token=list(eos_token_ids))
-        self._bytes = self._library.LLTokenizer(wrap(_Bytes()), n_vocab=257, eos_token=256, slices=[])
-        self._executor = self._library.LLExecutor()
-        # Ten times the backend's own limits on work at the start, some 200 ms, and five times that of a step, some 70 ms.
-        self._limits = self._library.LLParserLimits(
-            initial_lexer_fuel=10_000_000, step_lexer_fuel=1_000_000, verbose_errors=False
-        )
-        self._row_words = -(-vocab_size // 32)
-
-    def matcher(self, grammar: str) -> Any:
-        """A matcher that has computed its first mask. Raises _BackendRefused."""
-        matcher = self._new(self._tokenizer, grammar)
-        probe = matcher.deep_copy()
-        began = time.thread_time()
-        self.fill([(probe, 0)], np.empty((1, self._row_words), np.int32))
-        if probe.is_error():
-            raise _BackendRefused(_first_line(probe.get_error()))
-        if time.thread_time() - began > _MAX_MASK_S:
-            raise _BackendRefused(f"it takes more than {_MAX_MASK_S:g} s to find the tokens that it allows")
-        return matcher
-
-    def byte_matcher(self, grammar: str) -> Any:
-        """A matcher whose tokens are the bytes."""
-        return self._new(self._bytes, grammar)
-
-    def fill(self, matchers: list[tuple[Any, int]], out: np.ndarray) -> None:
-        """Masks of (matcher, row) pairs."""
-        if len(matchers) == 1:
-            ((matcher, row),) = matchers
-            matcher.unsafe_compute_mask_ptr(out[row].ctypes.data, out.shape[1] * out.itemsize)
-        elif matchers:
-            self._executor.unsafe_compute_mask_ptr(matchers, out.ctypes.data, out.shape[1] * out.itemsize, len(out))
-
-    def _new(self, tokenizer: Any, grammar: str) -> Any:
-        matcher = self._library.LLMatcher(tokenizer, grammar, log_level=0, limits=self._limits)
-        if matcher.is_error():
-            raise _BackendRefused(_first_line(matcher.get_error()))
-        return matcher
-
-
-class _Vocabulary:
-    """A tokenizer in the shape that the backend takes: bytes of every token, and how text is written."""
-
-    def __init__(self, tokenizer: GuideTokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-        tokens = tokenizer.all_token_bytes()[:vocab_size]
-        special = {token for token in tokenizer.special_tokens if token < vocab_size} | set(eos_token_ids)
-        # Ids without text (padding of the output layer, special tokens) can never be drawn under a guide; the ends can.
-        self.tokens = [b"" if token in special else data for token, data in enumerate(tokens)]
-        self.tokens += [b""] * (vocab_size - len(tokens))
-        for token in special:
-            self.tokens[token] = b"<special %d>" % token
-        self.special_token_ids = sorted(special)
-        self.eos_token_id = eos_token_ids[0]
-        self.bos_token_id = None
-        self._encode = tokenizer.encode
-        self._ids: dict[bytes, int] = {}
-        for token, data in enumerate(self.tokens):
-            if token not in special and data:
-                self._ids.setdefault(data, token)
-        self._longest = max(map(len, self._ids), default=1)
-
-    def __call__(self, text: bytes | str) -> list[int]:
-        data = text if isinstance(text, bytes) else text.encode()
-        try:
-            ids = self._encode(data.decode(), add_special_tokens=False, parse_special_tokens=False)
-        except UnicodeDecodeError:
-            return self._greedy(data)
-        # A tokenizer that puts a space before the first word writes other bytes at the start of a text than within one.
-        written = b"".join(self.tokens[token] for token in ids)
-        return ids if written == data else self._greedy(data)
-
-    def _greedy(self, data: bytes) -> list[int]:
-        """The longest token at each place; bytes that no token has are left out."""
-        ids, at = [], 0
-        while at < len(data):
-            for end in range(min(at + self._longest, len(data)), at, -1):
-                token = self._ids.get(data[at:end])
-                if token is not None:
-                    ids.append(token)
-                    break
-            else:
-                end = at + 1
-            at = end
-        return ids
-
-
-class _Bytes:
-    """A vocabulary of all bytes."""
-
-    tokens = (*(bytes([value]) for value in range(256)), b"<end>")
-    special_token_ids = (256,)
-    eos_token_id = 256
-    bos_token_id = None
-
-    def __call__(self, text: bytes | str) -> list[int]:
-        return list(text if isinstance(text, bytes) else text.encode())
-
-
-def _first_line(error: str) -> str:
-    if error.startswith("panic:"):
-        return "it is larger than the backend can take"
-    return error.strip().partition("\n")[0][:300].removesuffix("<non-verbose/>").strip()
 
 
 def _chain(source: Future[CompiledGuide], target: Future[CompiledGuide]) -> None:

@@ -104,7 +104,13 @@ def _add_server_flags(group: Any) -> None:
     add("--max-message-bytes", type=int, default=64 << 20, metavar="N", help="largest message (default: 64 MiB)")
     add("--max-concurrent-rpcs", type=int, metavar="N", help="calls at a time (default: no limit)")
     add("--metrics-port", type=int, metavar="N", help="serve Prometheus metrics there, 0 picks one (default: none)")
-    add("--drain-timeout-s", type=float, default=_DRAIN_S, metavar="S", help="for accepted requests at SIGTERM (default: 30)")
+    add(
+        "--drain-timeout-s",
+        type=float,
+        default=_DRAIN_S,
+        metavar="S",
+        help="for accepted requests at SIGTERM (default: 30)",
+    )
     add("--log-level", choices=_LEVELS, default="info", help="lines of JSON on standard error (default: info)")
 
 
@@ -112,16 +118,24 @@ def _add_engine_flag(group: Any, field: dataclasses.Field) -> None:
     name = "--" + _RENAMED.get(field.name, field.name).replace("_", "-")
     shown = "" if field.default in (dataclasses.MISSING, None, ()) else f"default: {field.default}"
     if field.name == "model_path":
-        group.add_argument(name, dest=field.name, required=True, metavar="PATH_OR_ID", help="a directory, .gguf file or hub id")
+        group.add_argument(
+            name, dest=field.name, required=True, metavar="PATH_OR_ID", help="a directory, .gguf file or hub id"
+        )
     elif field.type == "bool":
-        group.add_argument(name, dest=field.name, action=argparse.BooleanOptionalAction, default=field.default, help=shown)
+        group.add_argument(
+            name, dest=field.name, action=argparse.BooleanOptionalAction, default=field.default, help=shown
+        )
     elif field.name == "aliases":
-        group.add_argument(name, dest=field.name, action="append", default=[], metavar="NAME", help="a further name; may be repeated")
+        group.add_argument(
+            name, dest=field.name, action="append", default=[], metavar="NAME", help="a further name; may be repeated"
+        )
     elif field.name == "default_sampling":
-        group.add_argument(name, dest=field.name, metavar="JSON", help='such as \'{"temperature": 0.7}\'')
+        group.add_argument(name, dest=field.name, metavar="JSON", help="such as '{\"temperature\": 0.7}'")
     else:
         metavar = field.type.split(" ")[0].upper()
-        group.add_argument(name, dest=field.name, type=_KINDS[field.type], default=field.default, metavar=metavar, help=shown)
+        group.add_argument(
+            name, dest=field.name, type=_KINDS[field.type], default=field.default, metavar=metavar, help=shown
+        )
 
 
 def _engine_options(args: argparse.Namespace) -> dict[str, Any]:

@@ -385,7 +385,9 @@ class Client:
     def _task(self, method: Any, request: Any) -> Any:
         context = request.context
         named = replace(
-            context, request_id=_fresh_id(context.request_id), model=self._model if context.model is None else context.model
+            context,
+            request_id=_fresh_id(context.request_id),
+            model=self._model if context.model is None else context.model,
         )
         return self._unary(method, replace(request, context=named))
 

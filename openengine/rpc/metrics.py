@@ -39,7 +39,9 @@ class Metrics:
         self.cached_tokens = self._counter("cached_prompt_tokens", "Prompt tokens taken from the prefix cache.")
         self.generated_tokens = self._counter("generated_tokens", "Tokens drawn in ended generations.")
         self.request_seconds = self._histogram("request_duration_seconds", "Acceptance to the last event.", _SECONDS)
-        self.first_token_seconds = self._histogram("time_to_first_token_seconds", "Acceptance to first token.", _SECONDS)
+        self.first_token_seconds = self._histogram(
+            "time_to_first_token_seconds", "Acceptance to first token.", _SECONDS
+        )
         self.token_seconds = self._histogram(
             "time_per_output_token_seconds", "Between later tokens, on average over a request.", _TOKEN_SECONDS
         )

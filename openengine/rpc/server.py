@@ -33,6 +33,7 @@ __all__ = ["Server", "ServerOptions", "is_wildcard", "serve"]
 
 _NUM_THREADS = 32  # mostly waiting: for the tokenizer's lock, a probe's token
 _GRACE_S = 2.0  # for the last messages to reach their clients
+_PING_MS, _PING_TIMEOUT_MS = 30_000, 10_000
 _SERVICES = (
     pb.DESCRIPTOR.services_by_name["OpenEngine"].full_name,
     tokenizer_pb.DESCRIPTOR.services_by_name["OpenEngineTokenizer"].full_name,
@@ -78,7 +79,9 @@ class ServerOptions:
             if value is not None and not low <= value <= high:
                 raise InvalidArgument(f"{name} must be between {low} and {high}, not {value}")
         if not 1 << 16 <= self.max_message_bytes < 2**31:
-            raise InvalidArgument(f"max_message_bytes must be between 65536 and 2147483647, not {self.max_message_bytes}")
+            raise InvalidArgument(
+                f"max_message_bytes must be between 65536 and 2147483647, not {self.max_message_bytes}"
+            )
 
 
 def is_wildcard(host: str) -> bool:
@@ -112,6 +115,9 @@ class Server:
                 ("grpc.so_reuseport", 0),  # a port in use is an error
                 ("grpc.max_receive_message_length", options.max_message_bytes),
                 ("grpc.max_send_message_length", options.max_message_bytes),
+                # A client whose machine is gone says nothing: its requests end when it answers no ping.
+                ("grpc.keepalive_time_ms", _PING_MS),
+                ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_MS),
             ),
             maximum_concurrent_rpcs=options.max_concurrent_rpcs,
         )
@@ -176,7 +182,9 @@ class Server:
                 )
                 port = self._server.add_secure_port(address, credentials)
         except RuntimeError as exc:
-            raise InvalidArgument(f"cannot listen on {address}: {exc}; is the port in use, or the certificate no PEM?") from exc
+            raise InvalidArgument(
+                f"cannot listen on {address}: {exc}; is the port in use, or the certificate no PEM?"
+            ) from exc
         if not port:
             raise InvalidArgument(f"cannot listen on {address}; is the port in use?")
         return port

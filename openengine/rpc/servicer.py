@@ -24,7 +24,6 @@ import grpc
 from google.protobuf.message import Message
 
 from openengine import (
-    AbortStatus,
     CandidateTokenSelection,
     DrainResponse,
     Engine,
@@ -53,7 +52,7 @@ __all__ = ["OpenEngineServicer", "in_thread", "refuse_errors"]
 
 _log = logging.getLogger("openengine.rpc")
 _T = TypeVar("_T")
-_MAX_STATUS_CHARS = 1000  # gRPC drops a status whose headers exceed 8 KiB, and a character may take nine bytes of them
+_MAX_STATUS_CHARS = 600  # gRPC drops a status whose headers exceed 8 KiB, and a character may take nine bytes of them
 _CANDIDATE_BYTES = 32  # of one candidate in a message, at the least
 
 Context = grpc.aio.ServicerContext
@@ -157,7 +156,9 @@ class OpenEngineServicer(openengine_pb2_grpc.OpenEngineServicer):
             self._check_message("output_candidates", response.output_candidates, 1)
         if response.prompt_candidates is not None and self._width(response.prompt_candidates) > 1:
             ids = request.token_ids if request.token_ids is not None else self._engine.tokenize(request.prompt or "")
-            self._check_message("prompt_candidates", response.prompt_candidates, len(ids) - (response.prompt_logprob_start or 0))
+            self._check_message(
+                "prompt_candidates", response.prompt_candidates, len(ids) - (response.prompt_logprob_start or 0)
+            )
 
     def _check_message(self, name: str, selection: CandidateTokenSelection, num_positions: int) -> None:
         num_bytes = self._width(selection) * num_positions * _CANDIDATE_BYTES
@@ -212,10 +213,7 @@ class OpenEngineServicer(openengine_pb2_grpc.OpenEngineServicer):
 
     @refuse_errors
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
-        response = self._engine.abort(**arguments(from_proto(request)))
-        if response.status is AbortStatus.ABORTED:
-            await asyncio.sleep(0)  # let the streams' last events out before the answer overtakes them
-        return to_proto(response)
+        return to_proto(self._engine.abort(**arguments(from_proto(request))))
 
     @refuse_errors
     async def Drain(self, request: pb.DrainRequest, context: Context) -> None:
@@ -272,9 +270,7 @@ class OpenEngineServicer(openengine_pb2_grpc.OpenEngineServicer):
         await _follow(events, context, runtime_events_response, pb.SubscribeRuntimeEventsResponse)
 
 
-async def _follow(
-    events: Any, context: Context, response: Callable[[Any], Message], kind: type[Message]
-) -> None:
+async def _follow(events: Any, context: Context, response: Callable[[Any], Message], kind: type[Message]) -> None:
     """Send the events of an accepted subscription until it ends; an error is its last response."""
     with events:
         await context.send_initial_metadata(ACCEPTED_HEADERS)

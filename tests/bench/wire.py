@@ -53,7 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                     requests = workload.distinct(workload.make("batch64", 40_000), run, 40_000)
                     taken, _ = measure(requests)
                     single = [Request(requests[0].token_ids[:32], 2)]
-                    singles = [measure(workload.distinct(single, 1000 * run + i, 40_000))[1] for i in range(_NUM_FIRST_TOKENS)]
+                    singles = [
+                        measure(workload.distinct(single, 1000 * run + i, 40_000))[1] for i in range(_NUM_FIRST_TOKENS)
+                    ]
                     if run:  # the first warms up
                         seconds[side].append(taken)
                         first[side] += singles

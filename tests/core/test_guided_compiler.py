@@ -190,7 +190,10 @@ def test_a_guide_is_compiled_once(compiler):
 
 
 def test_cancelling_one_wait_leaves_the_others(compiler):
-    futures = [compiler.submit(GuidedDecoding(json_schema=json.dumps({"enum": [f"v{i}" for i in range(2000)]}))) for _ in range(2)]
+    futures = [
+        compiler.submit(GuidedDecoding(json_schema=json.dumps({"enum": [f"v{i}" for i in range(2000)]})))
+        for _ in range(2)
+    ]
     futures[0].cancel()
     assert futures[1].result().accepts('"v7"')
 
@@ -209,7 +212,9 @@ PATHOLOGICAL = {
         ebnf_grammar="root ::= x0\n" + "\n".join(f"x{i} ::= x{i + 1} x{i + 1}" for i in range(40)) + '\nx40 ::= "a"'
     ),
     "a_chain_of_rules": GuidedDecoding(
-        ebnf_grammar="root ::= x0\n" + "\n".join(f'x{i} ::= "(" x{i + 1} root? | "b"' for i in range(1500)) + '\nx1500 ::= "a"'
+        ebnf_grammar="root ::= x0\n"
+        + "\n".join(f'x{i} ::= "(" x{i + 1} root? | "b"' for i in range(1500))
+        + '\nx1500 ::= "a"'
     ),
     "many_alternatives": choice(*(f"choice {i}" for i in range(10_000))),
     "a_large_schema": GuidedDecoding(json_schema=json.dumps({"enum": ["x" * 100 + str(i) for i in range(10_000)]})),

@@ -56,7 +56,9 @@ def test_a_pattern_finds_what_python_finds(pattern):
     assert not wrong
 
 
-@pytest.mark.parametrize("pattern", ["a|ab", "(a|b)*-", "a{2,3}b*", "^(.*)$", "^(|.*)$", "(?=a).b", "(?!-).*", "(?i)AB"])
+@pytest.mark.parametrize(
+    "pattern", ["a|ab", "(a|b)*-", "a{2,3}b*", "^(.*)$", "^(|.*)$", "(?=a).b", "(?!-).*", "(?i)AB"]
+)
 def test_gde_02_a_guide_matches_as_a_whole(pattern):
     wrong = [text for text in TEXTS if matches(full_match(pattern), text) != bool(re.fullmatch(pattern, text))]
     assert not wrong
@@ -137,7 +139,10 @@ def test_a_question_that_visits_too_many_states_says_so():
 def test_a_question_stops_when_the_time_is_up():
     now = itertools.count()
     with pytest.raises(CompileTimeout):
-        is_empty(intersect(full_match("(a|b)*a(a|b){20}"), complement(full_match("[ab]*"))), Work(3, lambda: float(next(now))))
+        is_empty(
+            intersect(full_match("(a|b)*a(a|b){20}"), complement(full_match("[ab]*"))),
+            Work(3, lambda: float(next(now))),
+        )
 
 
 # ---- texts of JSON values --------------------------------------------------------------------------

@@ -183,7 +183,9 @@ def test_g17_white_space_is_bounded(compiler, liked):
 
 
 def test_members_beyond_the_declared_cannot_repeat_their_names(compiler):
-    guide = compiled(compiler, {"type": "object", "properties": {"a": {"type": "null"}}, "additionalProperties": {"type": "integer"}})
+    guide = compiled(
+        compiler, {"type": "object", "properties": {"a": {"type": "null"}}, "additionalProperties": {"type": "integer"}}
+    )
     assert not guide.accepts('{"a": null, "a": 1}')
     assert not guide.accepts('{"\\u0061": 1}')
 
@@ -219,7 +221,9 @@ def test_gde_07_what_cannot_be_exact_is_refused_with_pointer_and_keyword(compile
     assert keyword in caught.value.message or keyword == "false"
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", '"a"', "nonsense", '{"type": "string",}', '{"minimum": NaN}', "[" * 5000])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[1]", '"a"', "nonsense", '{"type": "string",}', '{"minimum": NaN}', "[" * 5000]
+)
 def test_gde_07_text_that_is_no_schema_is_refused(compiler, text):
     with pytest.raises(InvalidArgument, match="JSON schema"):
         compiler.compile(GuidedDecoding(json_schema=text))
@@ -234,7 +238,11 @@ needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the public JSON schem
 def suite() -> Iterator[tuple[str, Any, list[tuple[bool, Any]]]]:
     for file in json.loads((DATA / "draft2020-12.json").read_text("utf-8")):
         for case in file["cases"] if file["file"] != "format" else ():
-            yield f"{file['file']}: {case['description']}", case["schema"], [(t["valid"], t["data"]) for t in case["tests"]]
+            yield (
+                f"{file['file']}: {case['description']}",
+                case["schema"],
+                [(t["valid"], t["data"]) for t in case["tests"]],
+            )
 
 
 def sample() -> Iterator[tuple[str, Any, list[tuple[bool, Any]]]]:
@@ -291,7 +299,9 @@ def is_text(value: Any) -> bool:
     return True
 
 
-def judge(compiler: GuideCompiler, cases: Iterator[tuple[str, Any, list[tuple[bool, Any]]]]) -> tuple[int, Counter, list]:
+def judge(
+    compiler: GuideCompiler, cases: Iterator[tuple[str, Any, list[tuple[bool, Any]]]]
+) -> tuple[int, Counter, list]:
     """How many schemas are handled, the keywords of the refused, and every instance that was judged wrongly."""
     handled, refused, wrong = 0, Counter(), []
     for name, schema, tests in cases:

@@ -1,7 +1,7 @@
 """Serves a scripted model, whose first prompt token says what it does: `python -m tests.rpc.scripted_server DIR [OPTION=VALUE]`.
 
-    c  counts: the next letter of the alphabet     s  counts, slowly      e  counts three letters, then EOS
-    u  "é", whose two bytes are two tokens         n  no numbers          any other: something that depends on all tokens
+c  counts: the next letter of the alphabet     s  counts, slowly      e  counts three letters, then EOS
+u  "é", whose two bytes are two tokens         n  no numbers          any other: something that depends on all tokens
 """
 
 from __future__ import annotations

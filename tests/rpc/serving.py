@@ -90,7 +90,9 @@ def fresh_id(prefix: str = "r") -> str:
 
 def request(prompt: Any = "c", *, max_tokens: int | None = 4, **fields: Any) -> pb.GenerateRequest:
     """A request of the scripted model; keywords name fields, those of an option group as `group__field`."""
-    message = pb.GenerateRequest(request_id=fields.pop("request_id", None) or fresh_id(), model=fields.pop("model", "scripted"))
+    message = pb.GenerateRequest(
+        request_id=fields.pop("request_id", None) or fresh_id(), model=fields.pop("model", "scripted")
+    )
     if isinstance(prompt, str):
         message.prompt = prompt
     elif prompt is not None:

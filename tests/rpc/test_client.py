@@ -36,7 +36,14 @@ def client(server):
 
 
 def test_it_has_the_methods_of_an_engine_with_their_parameters():
-    local_only = {"chat", "apply_chat_template", "clear_prefix_cache", "compile_guide", "advertise", "tokenizer_service"}
+    local_only = {
+        "chat",
+        "apply_chat_template",
+        "clear_prefix_cache",
+        "compile_guide",
+        "advertise",
+        "tokenizer_service",
+    }
     names = {name for name in vars(Engine) if not name.startswith("_")} - local_only
     assert names <= set(dir(Client))
     for name in names - {"drain", "generate", "agenerate", "stream", "astream", "submit", "as_completed"}:
@@ -128,7 +135,10 @@ def test_a_handle_gives_events_result_and_cancels(client):
 def test_lifecycle_calls_and_subscriptions(client):
     assert client.health(role=EngineRole.AGGREGATED, include_inference_probe=True).state is HealthState.READY
     assert client.load_info(include_per_rank=True).ranks[0].data_parallel_rank == 0
-    assert [str(report.state) for report in client.drain_events(stop_accepting_new_requests=False)] == ["started", "complete"]
+    assert [str(report.state) for report in client.drain_events(stop_accepting_new_requests=False)] == [
+        "started",
+        "complete",
+    ]
     assert client.kv_connector_info() == client.info().kv_connector
     with client.kv_events(include_snapshot=True) as kv, client.runtime_events([RuntimeEventType.QUEUE]) as queue:
         number = next(kv).sequence_number

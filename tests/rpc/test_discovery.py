@@ -58,7 +58,9 @@ def test_eng_02_to_06_identity(info):
 
 
 def test_eng_05_ld_02_the_instance_id_is_constant(server, info):
-    assert server.stub.GetEngineInfo(pb.GetEngineInfoRequest()).instance_id == info.instance_id == load(server).instance_id
+    assert (
+        server.stub.GetEngineInfo(pb.GetEngineInfoRequest()).instance_id == info.instance_id == load(server).instance_id
+    )
 
 
 def test_eng_07_mod_03_every_supported_model_answers_with_the_same_info(stub, info, model):
@@ -68,7 +70,13 @@ def test_eng_07_mod_03_every_supported_model_answers_with_the_same_info(stub, in
 
 
 def test_eng_08_mod_04_reported_sizes_are_positive(model):
-    for name in ("max_context_length", "kv_block_size", "total_kv_blocks", "max_running_requests", "max_batched_tokens"):
+    for name in (
+        "max_context_length",
+        "kv_block_size",
+        "total_kv_blocks",
+        "max_running_requests",
+        "max_batched_tokens",
+    ):
         assert model.HasField(name) and getattr(model, name) > 0
     assert not model.HasField("max_output_tokens")
 
@@ -133,7 +141,14 @@ def test_lor_08_mod_11_without_lora_the_three_rpcs_are_refused(stub):
 def test_ld_01_04_an_idle_engine_reports_measured_zeros(server, model):
     eventually(lambda: is_idle(server))
     info = load(server)
-    for name in ("running_requests", "queued_requests", "active_kv_sessions", "used_kv_blocks", "running_tokens", "waiting_tokens"):
+    for name in (
+        "running_requests",
+        "queued_requests",
+        "active_kv_sessions",
+        "used_kv_blocks",
+        "running_tokens",
+        "waiting_tokens",
+    ):
         assert info.HasField(name) and getattr(info, name) == 0
     assert info.total_kv_blocks == model.total_kv_blocks and not info.ranks
     assert abs(info.timestamp_unix_nanos - time.time_ns()) < 3600e9
@@ -203,7 +218,9 @@ def test_hlt_05_the_expected_role_is_a_check(stub, role, state):
 
 def runtime(stub, *types):
     call = stub.SubscribeRuntimeEvents(pb.SubscribeRuntimeEventsRequest(types=types))
-    assert ("openengine-accepted", "1") in [tuple(pair) for pair in call.initial_metadata()], "RTE-05: headers at acceptance"
+    assert ("openengine-accepted", "1") in [tuple(pair) for pair in call.initial_metadata()], (
+        "RTE-05: headers at acceptance"
+    )
     return call
 
 
@@ -279,7 +296,9 @@ def test_kv_03_04_10_11_13_17_19_cky_11_the_blocks_of_a_prompt(stub):
     call.cancel()
     numbers = [batch.sequence_number for batch in batches]
     assert numbers == list(range(numbers[0], numbers[0] + len(numbers))), "KV-03: no gaps"
-    assert all(batch.data_parallel_rank == 0 and abs(batch.timestamp_unix_nanos - time.time_ns()) < 60e9 for batch in batches)
+    assert all(
+        batch.data_parallel_rank == 0 and abs(batch.timestamp_unix_nanos - time.time_ns()) < 60e9 for batch in batches
+    )
     parent = None
     for event in stored_of(batches, message.request_id):
         assert event.HasField("parent_block_hash") == (parent is not None)

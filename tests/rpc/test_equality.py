@@ -42,7 +42,10 @@ CASES = {
     "all": ("one", {"temperature": 0, "max_tokens": 2, "output_candidates": CandidateTokenSelection(top_n=256)}),
     "ids": ("two", {"max_tokens": 3, "seed": 1, "output_candidates": CandidateTokenSelection(token_ids=(3, 1, 2))}),
     "truncated": ("three four", {"seed": 5, "top_p": 0.8, "top_k": 20, "min_p": 0.01, "max_tokens": 16}),
-    "penalties": ("five five five", {"temperature": 0, "frequency_penalty": 1.5, "repetition_penalty": 1.3, "max_tokens": 16}),
+    "penalties": (
+        "five five five",
+        {"temperature": 0, "frequency_penalty": 1.5, "repetition_penalty": 1.3, "max_tokens": 16},
+    ),
     "stops": ("jumps over", {"seed": 9, "stop": ["e", "oo"], "stop_token_ids": [40], "max_tokens": 60}),
     "kept stops": ("jumps over", {"seed": 9, "stop": ["e", "a"], "include_stop_in_output": True, "max_tokens": 60}),
     "no tokens": ("nothing", {"max_tokens": 0}),
@@ -62,6 +65,7 @@ def test_the_events_over_the_wire_are_those_in_process(pair, name):
 
 def merged(events):
     """Events with plain tuples in place of what is made on demand."""
+
     def token(info):
         return (info.token_id, info.token, info.logprob, info.rank, tuple(info.candidates))
 
@@ -88,7 +92,9 @@ def test_the_async_methods_give_the_same(pair):
     engine, client = pair
 
     async def ask(side):
-        one, many = await asyncio.gather(side.agenerate("a", temperature=0, max_tokens=5), side.agenerate(["b", "c"], temperature=0, max_tokens=5))
+        one, many = await asyncio.gather(
+            side.agenerate("a", temperature=0, max_tokens=5), side.agenerate(["b", "c"], temperature=0, max_tokens=5)
+        )
         texts = [event.text async for event in side.astream("d", temperature=0, max_tokens=5)]
         return one.text, [result.text for result in many], "".join(texts)
 
@@ -108,7 +114,13 @@ def test_what_needs_no_generation_is_equal_too(pair):
 
 @pytest.mark.parametrize(
     ("prompt", "options"),
-    [("x", {"temperature": -1.0}), ("x", {"model": "nobody"}), ("x", {"lora_name": "a"}), ([0] * 300, {}), ("x", {"regex": "a"})],
+    [
+        ("x", {"temperature": -1.0}),
+        ("x", {"model": "nobody"}),
+        ("x", {"lora_name": "a"}),
+        ([0] * 300, {}),
+        ("x", {"regex": "a"}),
+    ],
 )
 def test_refusals_are_the_same_class_with_the_same_message(pair, prompt, options):
     errors = []
@@ -131,7 +143,10 @@ def test_smollm2_answers_the_same_over_the_wire(smollm2):
     prompts = ["The capital of France is", "One, two, three,", "Once upon a time"]
     options = {"temperature": 0, "max_tokens": 12, "logprobs": 2}
     flags = ("--num-threads", "1", "--max-model-len", "256", "--num-kv-blocks", "64")
-    with running("-m", "openengine.rpc", "--model", str(smollm2), "--port", "0", *flags) as server, Client(server.target) as client:
+    with (
+        running("-m", "openengine.rpc", "--model", str(smollm2), "--port", "0", *flags) as server,
+        Client(server.target) as client,
+    ):
         remote = [client.generate(prompt, **options) for prompt in prompts]
     with Engine(str(smollm2), num_threads=1, max_model_len=256, num_kv_blocks=64, progress=False) as engine:
         local = [engine.generate(prompt, **options) for prompt in prompts]
@@ -189,14 +204,16 @@ def random_request(rng: random.Random, number: int) -> tuple[pb.GenerateRequest,
         message.priority = rng.randrange(-3, 4)
     is_invalid = rng.random() < 0.1
     if is_invalid:
-        rng.choice([
-            lambda: setattr(sampling, "temperature", float("nan")),
-            lambda: setattr(sampling, "num_sequences", 0),
-            lambda: setattr(message, "model", "nobody"),
-            lambda: setattr(message, "lora_name", "none"),
-            lambda: stopping.conditions.add(),
-            lambda: setattr(message.kv, "cache_salt", ""),
-        ])()
+        rng.choice(
+            [
+                lambda: setattr(sampling, "temperature", float("nan")),
+                lambda: setattr(sampling, "num_sequences", 0),
+                lambda: setattr(message, "model", "nobody"),
+                lambda: setattr(message, "lora_name", "none"),
+                lambda: stopping.conditions.add(),
+                lambda: setattr(message.kv, "cache_salt", ""),
+            ]
+        )()
     return message, is_invalid
 
 
@@ -234,7 +251,9 @@ def test_every_stream_of_a_randomized_run_keeps_the_grammar_and_nothing_is_left(
             except grpc.RpcError as exc:
                 outcomes[exc.code().name] += 1
                 if is_invalid:
-                    assert not events and exc.code().name in ("INVALID_ARGUMENT", "NOT_FOUND", "FAILED_PRECONDITION"), exc
+                    assert not events and exc.code().name in ("INVALID_ARGUMENT", "NOT_FOUND", "FAILED_PRECONDITION"), (
+                        exc
+                    )
                 else:
                     assert exc.code().name == {"deadline": "DEADLINE_EXCEEDED", "cancel": "CANCELLED"}.get(fate), exc
                 return

@@ -348,7 +348,9 @@ def test_stp_17_each_output_stops_on_its_own(stub):
 
 
 def test_lgp_01_15_r3_every_token_has_a_finite_logprob_and_a_rank(stub):
-    result = run(stub, request("hello", max_tokens=10, sampling__temperature=0.0, response__return_output_logprobs=True))
+    result = run(
+        stub, request("hello", max_tokens=10, sampling__temperature=0.0, response__return_output_logprobs=True)
+    )
     assert all(math.isfinite(info.logprob) and info.logprob <= 0 and info.rank == 1 for info in result.infos)
     assert all(info.HasField("logprob") for info in result.infos)
 
@@ -361,7 +363,9 @@ def test_lgp_02_03_without_it_no_token_has_one_and_every_token_has_its_text(stub
 
 @pytest.mark.parametrize("count", [0, 1, 5, VOCAB_SIZE])
 def test_lgp_04_mod_07_top_n_gives_n_distinct_candidates_best_first(stub, count):
-    result = run(stub, request("hello", response__output_candidates=top_n(count), response__return_output_logprobs=True))
+    result = run(
+        stub, request("hello", response__output_candidates=top_n(count), response__return_output_logprobs=True)
+    )
     for info in result.infos:
         logprobs = [candidate.logprob for candidate in info.candidates]
         assert len({candidate.token_id for candidate in info.candidates}) == len(logprobs) == count
@@ -459,7 +463,9 @@ def test_kvo_06_cached_or_not_the_output_is_the_same(stub):
 
 
 def test_str_01_to_09_11_12_the_stream_of_several_outputs(stub):
-    message = request("hello", max_tokens=9, sampling__num_sequences=3, sampling__seed=1, response__return_prompt_logprobs=True)
+    message = request(
+        "hello", max_tokens=9, sampling__num_sequences=3, sampling__seed=1, response__return_prompt_logprobs=True
+    )
     result = run(stub, message)
     kinds = [response.WhichOneof("event") for response in result.responses]
     assert all(kinds), "STR-01"
@@ -476,7 +482,9 @@ def test_str_01_to_09_11_12_the_stream_of_several_outputs(stub):
             assert output.reason in (STOP, LENGTH), "STR-11"
             assert output.HasField("stop_match") == (output.reason == STOP), "STR-12"
     assert kinds[-1] == "finished" and "prefill_ready" not in kinds, "STR-09, STR-14"
-    assert [response.HasField("usage") for response in result.responses] == [False] * (len(kinds) - 1) + [True], "USE-01"
+    assert [response.HasField("usage") for response in result.responses] == [False] * (len(kinds) - 1) + [True], (
+        "USE-01"
+    )
     usage = result.usage
     assert usage.prompt_tokens == 5 and usage.total_tokens == 5 + usage.completion_tokens, "USE-03, USE-05"
     assert usage.completion_tokens == sum(map(len, result.all_ids.values())), "USE-02"

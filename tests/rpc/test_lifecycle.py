@@ -57,7 +57,9 @@ def test_abt_04_05_07_08_a_running_request(server):
     target = pb.AbortRequest(request_id=message.request_id)
     assert server.stub.Abort(target).status == pb.ABORT_STATUS_ABORTED
     finished = [r for r in call if r.WhichOneof("event") == "finished"]
-    assert [f.finished.reason for f in finished] == [pb.FINISH_REASON_CANCELLED] * 2 and call.code() is grpc.StatusCode.OK
+    assert [f.finished.reason for f in finished] == [
+        pb.FINISH_REASON_CANCELLED
+    ] * 2 and call.code() is grpc.StatusCode.OK
     assert [f.HasField("usage") for f in finished] == [False, True]
     assert server.stub.Abort(target).status == server.stub.Abort(target).status == pb.ABORT_STATUS_ALREADY_FINISHED
     assert sum(len(r.token.tokens) for r in other) == 60, "ABT-07: the other goes on"
@@ -201,7 +203,11 @@ sys.stdin.read()
 def test_sigkill_of_the_client_frees_its_requests(server):
     eventually(lambda: is_idle(server))
     client = subprocess.Popen(
-        [sys.executable, "-c", _VANISHING, server.target], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", _VANISHING, server.target],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert client.stdout.readline() == "running\n"
     assert load(server).running_requests == 4
@@ -212,7 +218,9 @@ def test_sigkill_of_the_client_frees_its_requests(server):
 
 
 def test_a_client_that_reads_nothing_holds_up_nobody_and_gets_everything_later(server):
-    slow = server.stub.Generate(request("c", max_tokens=1500, response__output_candidates=pb.CandidateTokenSelection(top_n=32)))
+    slow = server.stub.Generate(
+        request("c", max_tokens=1500, response__output_candidates=pb.CandidateTokenSelection(top_n=32))
+    )
     assert run(server.stub, request(max_tokens=50)).text
     eventually(lambda: is_idle(server))
     assert sum(len(r.token.tokens) for r in slow) == 1500
@@ -309,7 +317,9 @@ def test_tls_and_token_refuse_who_has_none_and_accept_who_has_both(checkpoint, t
             assert status(lambda: stub.GetEngineInfo(pb.GetEngineInfoRequest())) is unauthenticated
             for wrong in ("Bearer wrong", "sesame", "Bearer sesame "):
                 metadata = (("authorization", wrong.strip() + "!"),)
-                assert status(lambda: stub.GetEngineInfo(pb.GetEngineInfoRequest(), metadata=metadata)) is unauthenticated
+                assert (
+                    status(lambda: stub.GetEngineInfo(pb.GetEngineInfoRequest(), metadata=metadata)) is unauthenticated
+                )
             assert status(lambda: stub.Generate(request())) is unauthenticated
             right = (("authorization", "Bearer sesame"),)
             assert stub.GetEngineInfo(pb.GetEngineInfoRequest(), metadata=right).instance_id
@@ -322,15 +332,29 @@ def test_mutual_tls_refuses_a_client_without_a_certificate(checkpoint, tmp_path)
     with running(*serve_args(checkpoint, *args)) as server:
         ask = pb.GetEngineInfoRequest()
         with grpc.secure_channel(server.target, grpc.ssl_channel_credentials(cert.read_bytes())) as channel:
-            assert status(lambda: openengine_pb2_grpc.OpenEngineStub(channel).GetEngineInfo(ask, timeout=3)) is UNAVAILABLE
+            assert (
+                status(lambda: openengine_pb2_grpc.OpenEngineStub(channel).GetEngineInfo(ask, timeout=3)) is UNAVAILABLE
+            )
         credentials = grpc.ssl_channel_credentials(cert.read_bytes(), key.read_bytes(), cert.read_bytes())
         with grpc.secure_channel(server.target, credentials) as channel:
             assert openengine_pb2_grpc.OpenEngineStub(channel).GetEngineInfo(ask).instance_id
 
 
 def test_flags_names_metrics_logs_and_a_clean_end(checkpoint):
-    args = ("--served-model-name", "served", "--alias", "one", "--alias", "two", "--max-num-seqs", "3", "--metrics-port", "0")
+    args = (
+        "--served-model-name",
+        "served",
+        "--alias",
+        "one",
+        "--alias",
+        "two",
+        "--max-num-seqs",
+        "3",
+        "--metrics-port",
+        "0",
+    )
     args += ("--host", "0.0.0.0", "--advertise-host", "localhost", "--default-sampling", '{"temperature": 0}')
+    args += ("--max-message-bytes", "65536")
     with running(*serve_args(checkpoint, *args)) as server:
         for name in ("served", "one", "two", str(checkpoint)):
             info = server.stub.GetModelInfo(pb.GetModelInfoRequest(model=name))
@@ -338,6 +362,12 @@ def test_flags_names_metrics_logs_and_a_clean_end(checkpoint):
         (source,) = server.stub.GetKvEventSources(pb.GetKvEventSourcesRequest()).sources
         assert (source.endpoint_addr.host, source.endpoint_addr.port) == ("localhost", server.port), "KV-20"
         run(server.stub, request("hello", model="one", max_tokens=3, stopping__ignore_eos=True))
+        everything = pb.CandidateTokenSelection(all=pb.AllCandidates())
+        wide = {"model": "one", "response__prompt_candidates": everything, "max_tokens": 0}
+        assert status(lambda: server.stub.Generate(request("far too long for one message", **wide))) is INVALID, (
+            "LGP-06"
+        )
+        assert run(server.stub, request([7, 8, 9], **wide)).prompt
         lines = [json.loads(line) for line in server.errors]
         assert {"time", "level", "logger", "message"} <= set(lines[0])
         address = next(line["message"].split()[-1] for line in lines if "metrics on" in line["message"])
@@ -356,7 +386,13 @@ def test_a_second_signal_exits_at_once(tmp_path_factory, checkpoint, number):
             while not stop.is_set():
                 try:
                     for _response in server.stub.Generate(
-                        request("hello", model=str(checkpoint), max_tokens=250, stopping__ignore_eos=True, request_id=fresh_id())
+                        request(
+                            "hello",
+                            model=str(checkpoint),
+                            max_tokens=250,
+                            stopping__ignore_eos=True,
+                            request_id=fresh_id(),
+                        )
                     ):
                         pass
                 except grpc.RpcError:

@@ -34,7 +34,9 @@ def spec(service):
 
 
 def tokenize(service, text, options=None, **fields):
-    return service.Tokenize(tok.TokenizeRequest(text=text, options=tok.TokenizeOptions(**(options or {})), **M, **fields))
+    return service.Tokenize(
+        tok.TokenizeRequest(text=text, options=tok.TokenizeOptions(**(options or {})), **M, **fields)
+    )
 
 
 # ---- TOK -----------------------------------------------------------------------------------------
@@ -240,7 +242,9 @@ def test_cky_04_another_profile_version_or_fingerprint_is_refused(service):
 
 
 @pytest.mark.parametrize(("length", "num_keys", "trailing"), [(0, 0, 0), (3, 0, 3), (4, 1, 0), (9, 2, 1)])
-def test_cky_05_13_partial_blocks_have_no_key_and_a_prefix_has_a_prefix_of_the_keys(service, length, num_keys, trailing):
+def test_cky_05_13_partial_blocks_have_no_key_and_a_prefix_has_a_prefix_of_the_keys(
+    service, length, num_keys, trailing
+):
     ids = list(range(1, length + 1))
     answer = compute(service, tokens=tok.TokenSequence(ids=ids))
     assert (len(answer.keys), answer.trailing_tokens, answer.token_count) == (num_keys, trailing, length)

@@ -15,7 +15,7 @@ __all__ = ["Grammar", "GrammarTooLarge", "quoted"]
 
 _SOME_TEXT = complement(EPSILON)
 _TEXT = "/(?s:.)*/"
-_MAX_DEPTH = 800
+_MAX_DEPTH = 2500
 _RULE_NAME = re.compile(r"\br[0-9]+\b")
 _NESTED = 60  # deeper expressions get a terminal of their own, which keeps the text and the backend's recursion flat
 

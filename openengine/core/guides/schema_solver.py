@@ -125,8 +125,12 @@ class ShapeSolver:
             elif state.high is None or state.low <= state.high:
                 shapes[state] = None
         # A finite set is checked value by value against the whole goal, so that nothing else need be worked out for it.
-        held = tuple(v for v in values if all(self._validator.holds(schema, v.content) is p for schema, p in goal))
+        held = tuple(value for value in values if self._meets(goal, value))
         return ([Values(kind, held)] if held else []) + list(shapes)
+
+    def _meets(self, goal: Goal, value: Value) -> bool:
+        self.work.tick()
+        return all(self._validator.holds(schema, value.content) is holds for schema, holds in goal)
 
     def refine_all(self, states: list[State], goal: Goal) -> list[State]:
         for schema, holds in goal:

@@ -52,6 +52,7 @@ class Validator:
 
     def __init__(self, document: SchemaDocument) -> None:
         self._document = document
+        self._enums: dict[Schema, frozenset[Value]] = {}
 
     def holds(self, schema: Schema, value: Any) -> bool:
         """Whether `value` meets `schema`."""
@@ -76,6 +77,11 @@ class Validator:
         names = wanted if isinstance(wanted, list) else [wanted]
         kind = type_of(value)
         return kind in names or (kind == "number" and "integer" in names and Fraction(value).denominator == 1)
+
+    def _enum(self, schema: Schema, value: Any) -> bool:
+        if schema not in self._enums:
+            self._enums[schema] = frozenset(map(Value.of, schema.content["enum"]))
+        return Value.of(value) in self._enums[schema]
 
     def _if(self, schema: Schema, value: Any) -> bool:
         branch = "then" if self._child(schema, value, "if") else "else"
@@ -128,7 +134,7 @@ _Rule = Callable[[Validator, Schema, Any], bool]
 
 _GENERAL: dict[str, _Rule] = {
     "type": Validator._type,
-    "enum": lambda _, schema, value: Value.of(value) in map(Value.of, schema.content["enum"]),
+    "enum": Validator._enum,
     "const": lambda _, schema, value: Value.of(value) == Value.of(schema.content["const"]),
     "allOf": lambda self, schema, value: all(self._each(schema, value, "allOf")),
     "anyOf": lambda self, schema, value: any(self._each(schema, value, "anyOf")),

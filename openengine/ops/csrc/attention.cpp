@@ -16,7 +16,7 @@
 namespace {
 
 constexpr int ROWS = 96;            // of an item, at most
-constexpr int PREFILL_CHUNK = 128;  // keys, so that a chunk's keys and values stay close to the core
+constexpr int PREFILL_CHUNK = 256;  // keys, so that a chunk's keys and values stay close to the core
 constexpr int SMALL = 16384;        // products below which waking the threads costs more than they save
 
 OE_INLINE int up_to(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }

@@ -14,7 +14,7 @@ constexpr int TILE = 16;        // tokens
 constexpr int CHUNK_MAX = 512;  // keys
 constexpr int HEAD_DIM_MAX = 256;
 // Rows of a register block and vectors of sums: as many as there are registers for.
-constexpr int R_MAX = LANES == 16 ? 8 : LANES == 8 ? 6 : 4, MAX_SUMS = LANES == 16 ? 16 : 8;
+constexpr int R_MAX = LANES == 16 ? 8 : 4, MAX_SUMS = LANES == 16 ? 16 : 8;
 // Elements between rows of the workspace: constants, so that all rows have one base, and no power of two, so that they
 // do not compete for the same lines of the cache.
 constexpr int Q_STRIDE = HEAD_DIM_MAX + 16, P_STRIDE = CHUNK_MAX + 16;
