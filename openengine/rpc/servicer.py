@@ -18,7 +18,7 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -66,21 +66,24 @@ def refuse_errors(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaita
         try:
             return await method(self, request, context)
         except OpenEngineError as exc:
-            error = exc
+            await _refuse(context, exc)
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
         except Exception as exc:
             _log.exception("%s failed", method.__name__)
-            error = InternalError(f"{type(exc).__name__}: {exc}")
-        message = error.message
-        if len(message) > _MAX_STATUS_CHARS:
-            message = f"{message[:_MAX_STATUS_CHARS]}…"
-        content = to_engine_error(error)
-        content.message = message
-        trailer = ((ERROR_TRAILER, content.SerializeToString()),)
-        await context.abort(getattr(grpc.StatusCode, status_of(error)), message, trailer)
+            await _refuse(context, InternalError(f"{type(exc).__name__}: {exc}"))
 
     return call
+
+
+async def _refuse(context: Context, error: OpenEngineError) -> NoReturn:
+    message = error.message
+    if len(message) > _MAX_STATUS_CHARS:
+        message = f"{message[:_MAX_STATUS_CHARS]}…"
+    content = to_engine_error(error)
+    content.message = message
+    trailer = ((ERROR_TRAILER, content.SerializeToString()),)
+    await context.abort(getattr(grpc.StatusCode, status_of(error)), message, trailer)
 
 
 async def in_thread(pool: ThreadPoolExecutor, function: Callable[..., _T], *args: Any) -> _T:
@@ -143,6 +146,9 @@ class OpenEngineServicer(openengine_pb2_grpc.OpenEngineServicer):
         except OpenEngineError as exc:
             RequestMetrics(self._metrics).end(exc.code)
             raise
+        finally:
+            # An error refers to this frame: with the future in it, a refused prompt would stay until the next collection.
+            del future
 
     def _submit(self, message: pb.GenerateRequest) -> Handle:
         request = from_proto(message)
