@@ -46,7 +46,7 @@ def run_batch(
                 index, result = finished.get()
                 handle = pending.pop(index, None)
                 if handle is not None:
-                    result = _result_or_error(handle, on_error)
+                    result = _result_or_error(handle, on_error, index, total)
                 bar(count + 1, total)
                 yield index, result
         finally:
@@ -81,7 +81,7 @@ async def arun_batch(
     """`run_batch` for an event loop: all results, in order. Cancelling it cancels what runs."""
     room = asyncio.Semaphore(window)
 
-    async def run(item: SequenceGroup | GenerationResult) -> GenerationResult:
+    async def run(index: int, item: SequenceGroup | GenerationResult) -> GenerationResult:
         if isinstance(item, GenerationResult):
             return item
         async with room:
@@ -94,10 +94,10 @@ async def arun_batch(
                     raise
             except OpenEngineError as exc:
                 if on_error == "raise":
-                    raise
+                    raise named_item(exc, index, len(items)) from exc
                 return failed(item.request_id, exc)
 
-    tasks = [asyncio.ensure_future(run(item)) for item in items]
+    tasks = [asyncio.ensure_future(run(index, item)) for index, item in enumerate(items)]
     try:
         return list(await asyncio.gather(*tasks))
     except BaseException:
@@ -116,12 +116,12 @@ async def aadmit(admit: Admit, group: SequenceGroup) -> Handle:
             await asyncio.sleep(_RETRY_S)
 
 
-def _result_or_error(handle: Handle, on_error: str) -> GenerationResult:
+def _result_or_error(handle: Handle, on_error: str, index: int, total: int) -> GenerationResult:
     try:
         return handle.result()
     except OpenEngineError as exc:
         if on_error == "raise":
-            raise
+            raise named_item(exc, index, total) from exc
         return failed(handle.request_id, exc)
 
 

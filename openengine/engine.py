@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import time
@@ -213,21 +214,33 @@ class Engine:
         items = self._prepare_batch(prompts, sampling, on_error, options)
         return run_batch(self._admit, items, window=self._window, on_error=on_error, progress=progress)
 
-    def chat(self, messages: Sequence[Any], sampling: SamplingParams | None = None, **options: Any) -> Any:
+    def chat(
+        self, messages: Sequence[Any], sampling: SamplingParams | None = None, **options: Any
+    ) -> GenerationResult | list[GenerationResult]:
         """`generate(messages=messages)`: answer a chat, rendered with the model's own template."""
         return self.generate(None, sampling, messages=messages, **options)
 
     def stream(
-        self, prompt: Prompt | None = None, sampling: SamplingParams | None = None, *, messages: Sequence[Any] | None = None, **options: Any
+        self,
+        prompt: Prompt | None = None,
+        sampling: SamplingParams | None = None,
+        *,
+        messages: Sequence[Any] | None = None,
+        **options: Any,
     ) -> EventStream:
         """Start one request and iterate its events as they come; each has `.text`. Leaving early cancels it."""
         return EventStream(self.submit(prompt, sampling, messages=messages, **options))
 
     def astream(
-        self, prompt: Prompt | None = None, sampling: SamplingParams | None = None, *, messages: Sequence[Any] | None = None, **options: Any
+        self,
+        prompt: Prompt | None = None,
+        sampling: SamplingParams | None = None,
+        *,
+        messages: Sequence[Any] | None = None,
+        **options: Any,
     ) -> EventStream:
-        """`stream` for `async for`; cancelling the task cancels the request."""
-        return EventStream(self.submit(prompt, sampling, messages=messages, **options))
+        """`stream` for `async for`; cancelling the task cancels the request. The prompt is tokenized before it returns."""
+        return self.stream(prompt, sampling, messages=messages, **options)
 
     async def agenerate(
         self,
@@ -239,15 +252,16 @@ class Engine:
         **options: Any,
     ) -> GenerationResult | list[GenerationResult]:
         """`generate` for an event loop, which stays free meanwhile. Cancelling the task cancels the requests."""
-        prompts, options = self._with_messages(prompts, messages, options)
+        prompts, options = await asyncio.to_thread(self._with_messages, prompts, messages, options)
         if not is_single_prompt(prompts):
-            items = self._prepare_batch(prompts, sampling, on_error, options)
+            items = await asyncio.to_thread(self._prepare_batch, prompts, sampling, on_error, options)
             return await arun_batch(self._admit, items, window=self._window, on_error=on_error)
         _check_on_error(on_error)
         check_options(sampling, options)
         handle = None
         try:
-            handle = await aadmit(self._admit, self._preparer.prepare(build_request(prompts, sampling, options)))
+            request = build_request(prompts, sampling, options)
+            handle = await aadmit(self._admit, await asyncio.to_thread(self._preparer.prepare, request))
             return await handle.aresult()
         except OpenEngineError as exc:
             if on_error == "raise":
@@ -367,8 +381,8 @@ class Engine:
         """Readiness; with `include_inference_probe` one token is computed, leaving nothing cached."""
         state = _LOOP_TO_HEALTH[self._loop.state]
         checks = [HealthCheck("scheduler", state), HealthCheck("model", state)]
-        if role is not None and not isinstance(role, str):
-            raise InvalidArgument(f"role must be an EngineRole, not {role!r:.80}")
+        if role is not None and role not in tuple(EngineRole):
+            raise InvalidArgument(f"role must be one of {', '.join(EngineRole)}, not {role!r:.80}")
         if role is not None and role != EngineRole.AGGREGATED:
             message = f"expected {role}, this engine is {EngineRole.AGGREGATED}"
             checks.append(HealthCheck("role", HealthState.NOT_READY, message))
@@ -606,9 +620,11 @@ class Engine:
 
     def _probe(self) -> HealthCheck:
         request = GenerateRequest(
-            token_ids=[0], sampling=SamplingParams(temperature=0.0, num_sequences=1), stopping=StoppingOptions(max_tokens=1)
+            token_ids=[0],
+            sampling=SamplingParams(temperature=0.0, num_sequences=1, seed=0),
+            stopping=StoppingOptions(max_tokens=1),
         )
-        handle = None
+        handle, num_steps = None, self._loop.num_steps
         try:
             group = self._preparer.prepare(request)
             group.publish, group.is_probe, group.priority = False, True, _PROBE_PRIORITY
@@ -617,6 +633,8 @@ class Engine:
         except (OpenEngineError, TimeoutError) as exc:
             if handle is not None:
                 handle.cancel()
+            if isinstance(exc, TimeoutError) and self._loop.num_steps > num_steps:
+                return HealthCheck("inference_probe", HealthState.READY, "busy: other requests hold every slot and run")
             return HealthCheck("inference_probe", HealthState.NOT_READY, str(exc))
         return HealthCheck("inference_probe", HealthState.READY)
 

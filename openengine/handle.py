@@ -82,6 +82,7 @@ class Handle:
         """Call `callback` once when the request ends, in the loop thread, or now if it has; it must not block or raise."""
         with self._changed:
             if not self.done:
+                assert self._on_done is None, "one callback per handle"
                 self._on_done = callback
                 return
         callback()
@@ -148,7 +149,7 @@ class Handle:
             self._collector.add(event)
         result = self._collector.result(timing=_timing(self._group)) if is_last and error is None else None
         if error is not None:
-            self.usage = _usage(self._group)
+            self.usage = self._group.usage
         with self._changed:
             if self._events is not None:
                 self._events.extend(events)
@@ -172,18 +173,13 @@ class Handle:
 def _timing(group: SequenceGroup) -> Timing:
     now = time.monotonic()
     start, first = group.start_time, group.first_token_time
-    later = group.num_output_tokens - len(group.sequences)
+    later = max((seq.num_output for seq in group.sequences), default=0) - 1
     return Timing(
         queue_s=(now if start is None else start) - group.arrival_time,
         time_to_first_token_s=None if first is None else first - group.arrival_time,
         time_per_token_s=None if first is None or later < 1 else (now - first) / later,
         total_s=now - group.arrival_time,
     )
-
-
-def _usage(group: SequenceGroup) -> Usage:
-    completion = group.num_output_tokens
-    return Usage(group.num_prompt, completion, group.num_prompt + completion, group.num_cached_tokens)
 
 
 class EventStream:

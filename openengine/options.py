@@ -190,7 +190,11 @@ def _response(options: dict[str, Any]) -> ResponseOptions:
 
 
 def _guide(options: dict[str, Any]) -> GuidedDecoding | None:
-    given = {name: value for name, value in _pick(options, _GUIDES).items() if value is not None and value is not False}
+    given = {name: value for name, value in _pick(options, _GUIDES).items() if value is not None}
+    if not isinstance(given.get("json_object", True), bool):
+        raise InvalidArgument(f"json_object is True or False, not {given['json_object']!r:.80}")
+    if given.get("json_object") is False:
+        del given["json_object"]
     if not given:
         return None
     if len(given) > 1:

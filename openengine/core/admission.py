@@ -1,7 +1,7 @@
 """`RequestPreparer`: from a request to a `SequenceGroup` that the loop can run, or a typed error.
 
 Everything that can be wrong with a request is found here, in the caller's thread, before acceptance.
-Immutable after construction, hence safe from any number of threads.
+Its only state is an atomic counter, hence it is safe from any number of threads.
 """
 
 from __future__ import annotations
@@ -142,6 +142,11 @@ class RequestPreparer:
         stopping = _plain(request.stopping)
         prompt_ids = self._prompt_ids(request)
         max_len, reason = self._max_len(len(prompt_ids), stopping)
+        if (stopping.min_tokens or 0) > max_len - len(prompt_ids):
+            raise InvalidArgument(
+                f"min_tokens {stopping.min_tokens} exceeds the {max_len - len(prompt_ids)} tokens that may follow a prompt of "
+                f"{len(prompt_ids)} ({reason.removesuffix(' reached')}); lower it or make room"
+            )
         response = self._effective_response(request.response, len(prompt_ids), max_len, sampling.num_sequences)
         group = SequenceGroup(
             request_id=request.request_id or str(uuid.uuid4()),
@@ -267,6 +272,10 @@ class RequestPreparer:
                 f"prompt_logprob_start {start} is not inside the prompt of {num_prompt} tokens; lower it"
             )
         wants_prompt = bool(response.return_prompt_logprobs or response.prompt_candidates)
+        if start and not wants_prompt:
+            raise InvalidArgument(
+                f"prompt_logprob_start {start} needs return_prompt_logprobs or prompt_candidates; ask for one of them"
+            )
         if wants_prompt:
             self._check_size("prompt_candidates", response.prompt_candidates, num_prompt - (start or 0))
         self._check_size("output_candidates", response.output_candidates, (max_len - num_prompt) * num_sequences)

@@ -54,7 +54,6 @@ from openengine.types import (
     LoadInfo,
     PromptOutput,
     TokenInfo,
-    Usage,
 )
 
 __all__ = ["EngineLoop", "LoopState", "Sink"]
@@ -107,7 +106,7 @@ class EngineLoop:
         self.state = LoopState.STARTING
         self.num_steps = 0
         self._pid = os.getpid()
-        self._changed = threading.Condition()  # guards the five below; notified when a request starts or ends
+        self._changed = threading.Condition()  # guards state, _open and the counts below; notified on change
         self._open: dict[str, SequenceGroup] = {}
         self._num_queued = 0
         self._num_undelivered = 0  # accepted requests, without probes, whose last event has not been delivered
@@ -165,7 +164,7 @@ class EngineLoop:
             group.arrival = self._num_arrived
             group.arrival_time = time.monotonic()
             self._open[group.request_id] = group
-            self._num_queued += 1
+            self._num_queued += not group.is_probe
             self._num_undelivered += not group.is_probe
             self._commands.put(lambda: self._add(group))
 
@@ -275,11 +274,17 @@ class EngineLoop:
     def _run(self) -> None:
         if self._num_threads is not None:
             torch.set_num_threads(self._num_threads)
-        with torch.inference_mode():
-            while self.state is not LoopState.STOPPED:
-                self._contain(self._turn)
-                if not self._scheduler.has_work:
-                    self._contain(self._commands.get())
+        try:
+            with torch.inference_mode():
+                while self.state is not LoopState.STOPPED:
+                    self._contain(self._turn)
+                    if not self._scheduler.has_work:
+                        command = self._commands.get()
+                        self._contain(command)
+        finally:  # also when the containment itself has failed: nobody may wait for a thread that is gone
+            with self._changed:
+                self.state = LoopState.STOPPED
+                self._changed.notify_all()
             self._contain(self._shut_down)
         if self._kv_log is not None:
             self._kv_log.close()
@@ -426,13 +431,8 @@ class EngineLoop:
 
     def _emit_finished(self, seq: Sequence, message: str = "") -> None:
         group = seq.group
-        usage = self._usage(group) if group.is_finished else None
+        usage = group.usage if group.is_finished else None
         self._emit(group, GenerationFinished(seq.index, seq.finish_reason, message, seq.stop_match, usage))
-
-    def _usage(self, group: SequenceGroup) -> Usage:
-        completion = group.num_output_tokens
-        cached = group.num_cached_tokens if self._scheduler.blocks.enable_prefix_cache else None
-        return Usage(group.num_prompt, completion, group.num_prompt + completion, cached)
 
     def _cancel(self, group: SequenceGroup) -> None:
         for seq in group.sequences:
@@ -478,7 +478,10 @@ class EngineLoop:
         waiters, self._waiters = [*self._waiters, *self.runtime_events.flush()], []
         for group, events in deliveries.items():
             error, is_last = errors.get(group), group in ended
-            waiters += group.sink.deliver(events, error=error, is_last=is_last)
+            try:
+                waiters += group.sink.deliver(events, error=error, is_last=is_last)
+            except Exception:  # one caller's trouble is not another's
+                _log.exception("request %s: its events could not be delivered", group.request_id)
             if is_last:
                 # Over: its parts refer to one another and to the caller's engine, and must not outlive this.
                 group.sink, group.sequences = None, []
@@ -536,16 +539,17 @@ class EngineLoop:
             if seq.group.start_time is None:
                 seq.group.start_time = now
                 with self._changed:
-                    self._num_queued -= 1
+                    self._num_queued -= not seq.group.is_probe
                     self._changed.notify_all()
                 self._tell_queue(seq.group, "dequeue")
 
     def _close_books(self, group: SequenceGroup) -> None:
         with self._changed:
             if group.start_time is None:
-                self._num_queued -= 1
+                self._num_queued -= not group.is_probe
             self._open.pop(group.request_id, None)
             self._finished_ids[group.request_id] = None
+            self._finished_ids.move_to_end(group.request_id)
             while len(self._finished_ids) > _REMEMBERED_IDS:
                 self._finished_ids.popitem(last=False)
         if group.start_time is None:

@@ -37,7 +37,11 @@ def _cgroup_available() -> int | None:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         if limit == "max":
             return None
-        return max(0, int(limit) - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+        root = Path("/sys/fs/cgroup")
+        used = int((root / "memory.current").read_text())
+        stat = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
+        # Cached file pages, such as those of weights just read, are given up when memory is needed.
+        return max(0, int(limit) - used + int(stat.get("inactive_file", 0)))
     except (OSError, ValueError):
         return None  # no control group v2
 

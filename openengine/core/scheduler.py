@@ -84,7 +84,7 @@ class Scheduler:
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._waiting: list[Sequence] = []  # sorted by order; a group not yet started is its leader
         self._running: list[Sequence] = []  # sorted by order
-        self._computing: Counter[bytes] = Counter()  # keys of prompt blocks that running sequences have yet to publish
+        self._computing: dict[bytes, list[Sequence]] = {}  # who computes the prompt block of a key, not yet published
         self._released_slots: list[int] = []
 
     # ---- state others may read -------------------------------------------------------------------
@@ -105,6 +105,7 @@ class Scheduler:
 
     def add(self, group: SequenceGroup) -> None:
         """Queue an accepted group."""
+        group.num_cached_tokens = 0 if self.blocks.enable_prefix_cache else None
         self._extend_keys(group.leader)
         bisect.insort(self._waiting, group.leader, key=_order)
 
@@ -125,9 +126,9 @@ class Scheduler:
             if not seq.is_finished:
                 seq.block_ids, seq.slot = [], -1
                 seq.move_to(SequenceState.FAILED)
-        self.__init__(
-            self.blocks.renewed(), max_num_seqs=self._max_num_seqs, max_num_batched_tokens=self._budget
-        )
+        self.blocks = self.blocks.renewed()
+        self._free_slots = list(range(self._max_num_seqs - 1, -1, -1))
+        self._waiting, self._running, self._computing = [], [], {}
         self._released_slots = list(self._free_slots)
 
     # ---- the step --------------------------------------------------------------------------------
@@ -184,7 +185,7 @@ class Scheduler:
         """Make the block of the next token writable by `seq` alone. False when `seq` itself was preempted."""
         block_size = self.blocks.block_size
         needs_block = seq.num_computed == len(seq.block_ids) * block_size
-        needs_copy = not needs_block and self.blocks.is_shared(seq.block_ids[seq.num_computed // block_size])
+        needs_copy = not needs_block and self.blocks.is_shared(seq.block_ids[-1])
         if not needs_block and not needs_copy:
             return True
         while self.blocks.num_free < 1:
@@ -205,13 +206,13 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence, plan: StepPlan) -> None:
         """Send `seq` back to waiting. A leader that has not forked yet takes its followers along."""
-        plan.preempted.append(seq)
         if not seq.is_forked:
             seq = seq.group.leader
         for member in _unforked_group(seq):
             self._release(member)
             self._running.remove(member)
             member.move_to(SequenceState.WAITING)
+            plan.preempted.append(member)
         bisect.insort(self._waiting, seq, key=_order)
 
     # ---- admission -------------------------------------------------------------------------------
@@ -222,12 +223,16 @@ class Scheduler:
         index = 0
         while index < len(self._waiting) and self._free_slots:
             seq = self._waiting[index]
+            if self._is_awaited(seq):
+                index += 1
+                continue
             members = _unforked_group(seq)
             if len(members) > len(self._free_slots):
                 return
             self._extend_keys(seq)
             reused = self._match(seq)
-            if self._is_being_computed(seq, len(reused)):
+            seq.awaited_key = self._next_key(seq, len(reused))
+            if self._is_awaited(seq):
                 index += 1
                 continue
             num_new = self._num_blocks(seq.num_tokens) - len(reused)
@@ -245,21 +250,28 @@ class Scheduler:
             limit = 0
         return self.blocks.match(seq.block_keys, seq.token_ids, limit)
 
-    def _is_being_computed(self, seq: Sequence, num_matched: int) -> bool:
-        if seq.group.bypass_prefix_cache or seq.group.score_start is not None or not self._computing:
-            return False
-        next_start = (num_matched + 1) * self.blocks.block_size
-        return next_start < seq.num_tokens and seq.block_keys[num_matched] in self._computing
+    def _next_key(self, seq: Sequence, num_matched: int) -> bytes | None:
+        """The key of the first block that `seq` would have to compute though another prompt may have it too."""
+        group = seq.group
+        if group.bypass_prefix_cache or group.score_start is not None or num_matched >= len(seq.block_keys):
+            return None
+        return seq.block_keys[num_matched] if (num_matched + 1) * self.blocks.block_size < seq.num_tokens else None
+
+    def _is_awaited(self, seq: Sequence) -> bool:
+        """Whether a sequence that runs before `seq` anyway is computing its next block; a later one may never get to it."""
+        return any(other.order < seq.order for other in self._computing.get(seq.awaited_key, ()))
 
     def _start(self, seq: Sequence, members: list[Sequence], reused: list[int], num_new: int, plan: StepPlan) -> None:
         self.blocks.take(reused)
         seq.block_ids = [*reused, *self.blocks.allocate(num_new)]
         seq.num_computed = len(reused) * self.blocks.block_size
         seq.num_published = len(reused)
-        if seq.group.publish and self.blocks.enable_prefix_cache:
-            self._computing.update(seq.block_keys[seq.num_published :])
-        if seq.index == 0 and not seq.num_output:
-            seq.group.num_cached_tokens = max(seq.group.num_cached_tokens, seq.num_computed)
+        seq.awaited_key = None
+        seq.num_announced = len(seq.block_keys)
+        for key in seq.block_keys[seq.num_published :]:
+            self._computing.setdefault(key, []).append(seq)
+        if seq.group.start_time is None and self.blocks.enable_prefix_cache:  # later hits are on its own work
+            seq.group.num_cached_tokens = seq.num_computed
         for member in members:
             member.slot = self._free_slots.pop()
             member.move_to(SequenceState.RUNNING)
@@ -277,25 +289,20 @@ class Scheduler:
         if not prompts or budget <= 0:
             return
         head, *others = prompts
-        cap = budget if not others and not self._waiting else max(1, budget // 2)
-        shares = [(head, min(_remaining(head), cap))]
-        budget -= shares[0][1]
         others.sort(key=lambda seq: (-seq.group.priority, _remaining(seq)))
-        for seq in others:
-            share = min(_remaining(seq), budget, cap)
-            if share:
-                shares.append((seq, share))
-                budget -= share
-        if budget:  # nobody else could use it
-            rest = min(_remaining(head) - shares[0][1], budget)
-            shares[0] = (head, shares[0][1] + rest)
-        plan.scheduled.extend(self._chunk(seq, share) for seq, share in shares)
+        shares = dict.fromkeys([head, *others], 0)
+        for cap in (max(1, budget // 2), budget):  # then whoever can use what is left
+            for seq, share in shares.items():
+                more = max(0, min(_remaining(seq) - share, cap - share, budget))
+                shares[seq] += more
+                budget -= more
+        plan.scheduled.extend(self._chunk(seq, share) for seq, share in shares.items() if share)
 
     def _chunk(self, seq: Sequence, num_tokens: int) -> ScheduledSeq:
         group, end = seq.group, seq.num_computed + num_tokens
         item = ScheduledSeq(seq, seq.num_computed, num_tokens)
         if end == seq.num_tokens and group.stopping.max_tokens != 0:
-            item.samples = _unforked_group(seq) if seq.index == 0 else (seq,)
+            item.samples = _unforked_group(seq)
         if group.score_start is not None and seq.index == 0:
             first, last = max(group.num_scored, seq.num_computed + 1), min(end + 1, group.num_prompt)
             if first < last:
@@ -342,7 +349,8 @@ class Scheduler:
                 extra=extra_keys(index, block_size, cache_salt=seq.group.cache_salt),
                 request_id=seq.group.request_id,
             )
-            self._uncount(key)
+            if index < seq.num_announced:
+                self._retract(key, seq)
         seq.num_published = num_full
 
     def _extend_keys(self, seq: Sequence) -> None:
@@ -369,8 +377,9 @@ class Scheduler:
         seq.move_to(state)
 
     def _release(self, seq: Sequence) -> None:
-        for key in seq.block_keys[seq.num_published :]:
-            self._uncount(key)
+        for key in seq.block_keys[seq.num_published : seq.num_announced]:
+            self._retract(key, seq)
+        seq.num_announced = 0
         self.blocks.release(seq.block_ids)
         seq.block_ids = []
         seq.num_computed = seq.num_published = 0
@@ -378,11 +387,11 @@ class Scheduler:
         self._released_slots.append(seq.slot)
         seq.slot = -1
 
-    def _uncount(self, key: bytes) -> None:
-        if self._computing.get(key, 0) > 1:
-            self._computing[key] -= 1
-        else:
-            self._computing.pop(key, None)
+    def _retract(self, key: bytes, seq: Sequence) -> None:
+        computers = self._computing[key]
+        computers.remove(seq)
+        if not computers:
+            del self._computing[key]
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.blocks.block_size)
@@ -398,8 +407,10 @@ class Scheduler:
         assert references == self.blocks.references()
         for seq in self._running:
             assert len(seq.block_ids) * self.blocks.block_size >= seq.num_computed
-        if not self._running:
-            assert not self._computing
+        announced = Counter(
+            (key, id(seq)) for seq in self._running for key in seq.block_keys[seq.num_published : seq.num_announced]
+        )
+        assert announced == Counter((key, id(seq)) for key, computers in self._computing.items() for seq in computers)
 
 
 def _order(seq: Sequence) -> tuple[int, int, int]:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from openengine.errors import OpenEngineError
-from openengine.types import FinishReason, ResponseOptions, SamplingParams, StopMatch, StoppingOptions
+from openengine.types import FinishReason, ResponseOptions, SamplingParams, StopMatch, StoppingOptions, Usage
 
 __all__ = ["Sequence", "SequenceGroup", "SequenceState"]
 
@@ -71,7 +71,7 @@ class SequenceGroup:
     arrival_time: float = 0.0
     start_time: float | None = None
     first_token_time: float | None = None
-    num_cached_tokens: int = 0
+    num_cached_tokens: int | None = None  # prompt tokens found in the cache when it first started; None without one
     score_start: int | None = None  # first prompt position whose logprob is wanted, at least 1
     num_scored: int = 0
     prompt_scores: list[Any] = field(default_factory=list)
@@ -98,6 +98,12 @@ class SequenceGroup:
         return sum(seq.num_output for seq in self.sequences)
 
     @property
+    def usage(self) -> Usage:
+        """Token counts so far."""
+        completion = self.num_output_tokens
+        return Usage(self.num_prompt, completion, self.num_prompt + completion, self.num_cached_tokens)
+
+    @property
     def order(self) -> tuple[int, int]:
         """Sorts first what runs first: larger priority, then earlier arrival."""
         return (-self.priority, self.arrival)
@@ -107,6 +113,7 @@ class Sequence:
     """One output. `slot` is -1 unless running; a follower (index > 0) has no blocks until the leader forks."""
 
     __slots__ = (
+        "awaited_key",
         "block_ids",
         "block_keys",
         "error",
@@ -115,6 +122,7 @@ class Sequence:
         "index",
         "is_forked",
         "num_computed",
+        "num_announced",
         "num_published",
         "slot",
         "state",
@@ -134,6 +142,8 @@ class Sequence:
         self.block_ids: list[int] = []
         self.block_keys: list[bytes] = []
         self.num_published = 0
+        self.num_announced = 0  # of its keys, how many the scheduler lists as being computed or published
+        self.awaited_key: bytes | None = None  # of the block another sequence was computing when it last was looked at
         self.finish_reason: FinishReason | None = None
         self.stop_match: StopMatch | None = None
         self.error: OpenEngineError | None = None

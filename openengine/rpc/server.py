@@ -31,7 +31,7 @@ from openengine.rpc.tokenizer_servicer import OpenEngineTokenizerServicer
 
 __all__ = ["Server", "ServerOptions", "is_wildcard", "serve"]
 
-_NUM_THREADS = 32  # mostly waiting: for the tokenizer's lock, a probe's token
+_NUM_THREADS = 8  # each may keep the memory of the largest prompt it has tokenized
 _GRACE_S = 2.0  # for the last messages to reach their clients
 _PING_MS, _PING_TIMEOUT_MS = 30_000, 10_000
 _SERVICES = (

@@ -63,10 +63,13 @@ def refuse_errors(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaita
 
     @functools.wraps(method)
     async def call(self: Any, request: Message, context: Context) -> Any:
+        work = method(self, request, context)
+        # gRPC keeps the frames of a refused call until the next collection of garbage: they should hold no prompt.
+        del request
         try:
-            return await method(self, request, context)
+            return await work
         except OpenEngineError as exc:
-            await _refuse(context, exc)
+            await _refuse(context, exc.with_traceback(None))
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
         except Exception as exc:
@@ -86,8 +89,8 @@ async def _refuse(context: Context, error: OpenEngineError) -> NoReturn:
     await context.abort(getattr(grpc.StatusCode, status_of(error)), message, trailer)
 
 
-async def in_thread(pool: ThreadPoolExecutor, function: Callable[..., _T], *args: Any) -> _T:
-    """Run what may take long away from the event loop."""
+async def in_thread(pool: ThreadPoolExecutor | None, function: Callable[..., _T], *args: Any) -> _T:
+    """Run what may take long away from the event loop; without a pool in the event loop's own."""
     return await asyncio.get_running_loop().run_in_executor(pool, functools.partial(function, *args))
 
 
@@ -215,7 +218,8 @@ class OpenEngineServicer(openengine_pb2_grpc.OpenEngineServicer):
         options = arguments(from_proto(request))
         if not request.include_inference_probe:
             return to_proto(self._engine.health(**options))
-        return to_proto(await in_thread(self._threads, lambda: self._engine.health(**options)))
+        # A probe waits for the engine, and not in a thread that requests need.
+        return to_proto(await in_thread(None, lambda: self._engine.health(**options)))
 
     @refuse_errors
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:

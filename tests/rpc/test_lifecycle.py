@@ -362,18 +362,18 @@ def test_flags_names_metrics_logs_and_a_clean_end(checkpoint):
         (source,) = server.stub.GetKvEventSources(pb.GetKvEventSourcesRequest()).sources
         assert (source.endpoint_addr.host, source.endpoint_addr.port) == ("localhost", server.port), "KV-20"
         run(server.stub, request("hello", model="one", max_tokens=3, stopping__ignore_eos=True))
-        everything = pb.CandidateTokenSelection(all=pb.AllCandidates())
-        wide = {"model": "one", "response__prompt_candidates": everything, "max_tokens": 0}
-        assert status(lambda: server.stub.Generate(request("far too long for one message", **wide))) is INVALID, (
-            "LGP-06"
-        )
-        assert run(server.stub, request([7, 8, 9], **wide)).prompt
         lines = [json.loads(line) for line in server.errors]
         assert {"time", "level", "logger", "message"} <= set(lines[0])
         address = next(line["message"].split()[-1] for line in lines if "metrics on" in line["message"])
         text = urllib.request.urlopen(address.replace("0.0.0.0", "127.0.0.1")).read().decode()
         assert 'openengine_requests_total{end="LENGTH"} 1.0' in text and "openengine_generated_tokens_total 3.0" in text
         assert "openengine_kv_blocks_used 0.0" in text and "openengine_time_to_first_token_seconds_count 1.0" in text
+        everything = pb.CandidateTokenSelection(all=pb.AllCandidates())
+        wide = {"model": "one", "response__prompt_candidates": everything, "max_tokens": 0}
+        assert status(lambda: server.stub.Generate(request("far too long for one message", **wide))) is INVALID, (
+            "LGP-06"
+        )
+        assert run(server.stub, request([7, 8, 9], **wide)).prompt
         assert server.stop() == 0
 
 
