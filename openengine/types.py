@@ -425,6 +425,7 @@ class GenerationOutput:
     finish_reason: FinishReason | None
     stop_match: StopMatch | None = None
     parsed: Any = None
+    message: str = ""  # which limit a "length" reached
 
     @property
     def token_ids(self) -> list[int]:
@@ -500,6 +501,7 @@ class GenerationResult:
             row["text"] = first.text
             row["token_ids"] = first.token_ids
             row["finish_reason"] = str(first.finish_reason)
+            row["message"] = first.message
             row["logprobs"] = None if first.logprobs is None else first.logprobs.tolist()
             row["parsed"] = first.parsed
         if self.usage is not None:

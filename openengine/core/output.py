@@ -276,6 +276,7 @@ class ResultCollector:
             output = self._output(event.output_index)
             output.finish_reason = event.reason
             output.stop_match = event.stop_match
+            output.message = event.message
             self._usage = event.usage
         elif isinstance(event, PromptOutput):
             self._prompt = event.tokens
@@ -295,6 +296,7 @@ class ResultCollector:
                     tokens=tuple(output.tokens),
                     finish_reason=output.finish_reason,
                     stop_match=output.stop_match,
+                    message=output.message,
                 )
                 for index, output in sorted(self._outputs.items())
             ),
@@ -314,13 +316,14 @@ class ResultCollector:
 
 
 class _CollectedOutput:
-    __slots__ = ("finish_reason", "stop_match", "texts", "tokens")
+    __slots__ = ("finish_reason", "message", "stop_match", "texts", "tokens")
 
     def __init__(self) -> None:
         self.tokens: list[TokenInfo] = []
         self.texts: list[str] = []
         self.finish_reason: FinishReason | None = None
         self.stop_match: StopMatch | None = None
+        self.message = ""
 
 
 # ---- objects made on demand from arrays ----------------------------------------------------------

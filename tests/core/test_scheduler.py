@@ -230,18 +230,18 @@ def test_what_one_prompt_cannot_use_of_a_step_goes_to_the_others():
 
 
 def test_cached_tokens_of_a_preempted_prompt_are_not_its_own_work():
-    scheduler = make_scheduler(8, slots=3, budget=8)
-    first = make_group([1] * 3, max_tokens=14, priority=1, arrival=0)
+    scheduler = make_scheduler(8, slots=3, budget=4)
+    first = make_group([1] * 4, max_tokens=14, priority=1, arrival=0)
     second = make_group(range(100, 124), max_tokens=1, arrival=1)
-    for group in (first, second):
-        scheduler.add(group)
-    preempted = False
+    scheduler.add(first)
+    scheduler.add(second)
+    preempted = []
     while scheduler.has_work:
         plan = step(scheduler)
         for seq in plan.admitted:
             seq.group.start_time = 0.0
-        preempted |= bool(plan.preempted)
-    assert preempted and second.num_cached_tokens == 0
+        preempted += plan.preempted
+    assert preempted == [second.leader] and second.num_cached_tokens == 0
 
 
 def test_a_cancelled_prompt_releases_those_that_wait_for_its_blocks():
