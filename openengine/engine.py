@@ -286,7 +286,7 @@ class Engine:
         """
         prompt, options = self._with_messages(request, messages, options)
         if not is_single_prompt(prompt):
-            raise InvalidArgument("submit takes one prompt; use generate or as_completed for a batch")
+            raise InvalidArgument("this takes one prompt; use generate or as_completed for a batch")
         return self._admit(self._preparer.prepare(build_request(prompt, sampling, options)), keep_events=True)
 
     # ---- tokens and templates --------------------------------------------------------------------

@@ -46,6 +46,21 @@ _SUGAR = {"stop", "stop_token_ids", "logprobs", "prompt_logprobs"}
 _ALL = _SAMPLING | _STOPPING | _RESPONSE | _KV | _GUIDES | _REQUEST | _SUGAR
 
 
+# What other libraries call the same thing.
+_ELSEWHERE = {
+    "best_of": "num_sequences",
+    "do_sample": "temperature",
+    "max_length": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "n": "num_sequences",
+    "num_return_sequences": "num_sequences",
+    "stop_sequences": "stop",
+    "top_logprobs": "logprobs",
+    "gpu_memory_utilization": "kv_memory_fraction",
+    "tokenizer": "model_path",
+}
+
+
 def is_single_prompt(value: object) -> bool:
     """Whether `value` is one prompt (text, token ids, a request) and not a batch of prompts.
 
@@ -108,6 +123,8 @@ def build_request(prompt: Prompt, sampling: SamplingParams | None, options: dict
 def suggest(name: str, known: Iterable[str]) -> str:
     """`; did you mean 'x'?`, or the whole list when nothing is close."""
     known = sorted(known)
+    if _ELSEWHERE.get(name) in known:
+        return f"; did you mean {_ELSEWHERE[name]!r}?"
     close = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(known)}"
 
@@ -139,8 +156,9 @@ def _as_array(value: object) -> np.ndarray | None:
 
 
 def _no_prompt(value: object) -> InvalidArgument:
+    hint = "a chat goes into messages=, or chat()" if isinstance(value, dict) else "a list of those is a batch"
     return InvalidArgument(
-        f"a prompt is a str, a list of token ids or a GenerateRequest, not {type(value).__name__}; a list of those is a batch"
+        f"a prompt is a str, a list of token ids or a GenerateRequest, not {type(value).__name__}; {hint}"
     )
 
 

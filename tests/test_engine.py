@@ -289,7 +289,7 @@ def test_keywords_override_the_fields_of_sampling_params(engine):
 
 @pytest.mark.parametrize(
     ("name", "suggestion"),
-    [("max_token", "max_tokens"), ("temprature", "temperature"), ("stop_strings", "stop"), ("n", "known are")],
+    [("max_token", "max_tokens"), ("temprature", "temperature"), ("stop_strings", "stop"), ("n", "num_sequences")],
 )
 def test_an_unknown_keyword_is_refused_with_a_suggestion_everywhere(engine, name, suggestion):
     calls = [

@@ -142,7 +142,8 @@ def _checked_mappings(value: Any, name: str) -> list[dict[str, Any]] | None:
         return None
     value = _plain(value)
     if not isinstance(value, list):
-        raise InvalidArgument(f"{name} is a {type(value).__name__}, expected a list of mappings")
+        example = '[{"role": "user", "content": "Hi"}]' if name == "messages" else "a list of mappings"
+        raise InvalidArgument(f"{name} is a {type(value).__name__}, expected {example}")
     for index, item in enumerate(value):
         if not isinstance(item, dict):
             raise InvalidArgument(f"{name}[{index}] is a {type(item).__name__}, expected a mapping")

@@ -152,12 +152,19 @@ def open_checkpoint(path: str | Path, *, progress: bool = False) -> Checkpoint:
         InvalidArgument: what is there is no checkpoint, or a file of it is malformed.
         UnsupportedFeature: the format or the model is not supported.
     """
+    if not str(path):
+        raise InvalidArgument("the model path is empty; give a directory, a .gguf file or a hub id")
     local = Path(path).expanduser()
     if not local.exists():
         if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(path)):
-            raise ModelNotFound(f"no model at {str(path)!r}: no such file or directory{_suggestion(local)}")
+            raise ModelNotFound(
+                f"no model at {str(path)!r}: no such file or directory{_suggestion(local)}; give a directory with "
+                "config.json and weights, a .gguf file, or a hub id of the form org/name"
+            )
         local = _download(str(path), progress)
     if local.is_file():
+        if local.suffix == ".safetensors":
+            raise InvalidArgument(f"{local} holds weights alone; give its directory, {local.parent}, with config.json")
         if local.suffix != ".gguf":
             raise InvalidArgument(f"{local} is no model: give a .gguf file or a directory with config.json and weights")
         return _open_gguf(local)
@@ -286,8 +293,10 @@ def _open_directory(path: Path) -> Checkpoint:
         models = [name for name in names if name.endswith(".gguf") and not _LATER_PART.search(name)]
         if len(models) == 1:
             return _open_gguf(path / models[0])
-        found = f"; it holds {len(models)} GGUF files, name one of them" if models else ""
-        raise InvalidArgument(f"{path} is no model directory: config.json is missing{found}")
+        found = f"it holds {len(models)} GGUF files, name one of them" if models else (
+            "a model directory has config.json, *.safetensors and a tokenizer"
+        )
+        raise InvalidArgument(f"{path} is no model directory: config.json is missing; {found}")
     hf_config = _read_json(path / "config.json")
     config = ModelConfig.from_hf(hf_config)
     generation_config = _read_json(path / "generation_config.json") if "generation_config.json" in names else {}
@@ -383,8 +392,8 @@ def _download(name: str, progress: bool) -> Path:
         from huggingface_hub.utils import tqdm
     except ImportError as exc:
         raise UnsupportedFeature(
-            f"{name!r} does not exist here, and fetching it needs the package huggingface_hub: "
-            'pip install "openengine-inference[hub]"'
+            f"{name!r} does not exist here{_suggestion(Path(name))}, and fetching it from the hub needs the package "
+            'huggingface_hub: pip install "openengine-inference[hub]"'
         ) from exc
 
     class Bar(tqdm):
@@ -395,7 +404,10 @@ def _download(name: str, progress: bool) -> Path:
     try:
         found = snapshot_download(name, allow_patterns=wanted, ignore_patterns=unwanted, tqdm_class=Bar)
     except Exception as exc:  # the hub's client raises errors of several libraries; each means that there is no model
-        raise ModelNotFound(f"{name!r} does not exist here and could not be fetched from the hub: {exc}") from exc
+        reason = " ".join(str(exc).split())
+        raise ModelNotFound(
+            f"{name!r} does not exist here{_suggestion(Path(name))}, and could not be fetched from the hub: {reason}"
+        ) from exc
     return Path(found)
 
 

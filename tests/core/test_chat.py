@@ -197,9 +197,9 @@ def test_syntax_error_names_the_line():
     ("messages", "complaint"),
     [
         ([], "empty"),
-        ("hello", "list of mappings"),
-        ({"role": "user", "content": "x"}, "list of mappings"),
-        (None, "list of mappings"),
+        ("hello", "expected .*role"),
+        ({"role": "user", "content": "x"}, "expected .*role"),
+        (None, "expected .*role"),
         (["hello"], r"messages\[0\]"),
         ([{"content": "x"}], "role"),
         ([{"role": 3, "content": "x"}], "role"),
