@@ -151,14 +151,16 @@ class _Finished:
 
     def __init__(self) -> None:
         self._items: deque[tuple[int, GenerationResult | None]] = deque()
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        # Taken by the lock itself, in C: an interrupt could come between the two steps of a Condition's own `with`.
+        self._changed = threading.Condition(self._lock)
 
     def put(self, index: int, result: GenerationResult | None) -> None:
-        with self._changed:
+        with self._lock:
             self._items.append((index, result))
             self._changed.notify()
 
     def get(self) -> tuple[int, GenerationResult | None]:
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self._items)
             return self._items.popleft()

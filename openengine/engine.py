@@ -379,7 +379,7 @@ class Engine:
         self, *, include_inference_probe: bool = False, model: str | None = None, role: EngineRole | None = None
     ) -> HealthResponse:
         """Readiness; with `include_inference_probe` one token is computed, leaving nothing cached."""
-        state = _LOOP_TO_HEALTH[self._loop.state]
+        state = _LOOP_TO_HEALTH[self._loop.state] if self._loop.is_here else HealthState.NOT_READY
         checks = [HealthCheck("scheduler", state), HealthCheck("model", state)]
         if role is not None and role not in tuple(EngineRole):
             raise InvalidArgument(f"role must be one of {', '.join(EngineRole)}, not {role!r:.80}")

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import logging
+import os
 import threading
 import time
 from collections import deque
@@ -17,10 +19,12 @@ from typing import Any
 from openengine.core.output import ResultCollector
 from openengine.core.sequence import SequenceGroup
 from openengine.core.subscription import Waiter
-from openengine.errors import OpenEngineError
+from openengine.errors import OpenEngineError, PreconditionFailed
 from openengine.types import GenerateEvent, GenerationResult, Timing, Usage
 
 __all__ = ["EventStream", "Handle"]
+
+_log = logging.getLogger("openengine")
 
 
 class Handle:
@@ -33,6 +37,7 @@ class Handle:
 
     def __init__(self, group: SequenceGroup, cancel: Callable[[SequenceGroup], None], *, keep_events: bool = True) -> None:
         self.request_id = group.request_id
+        self._pid = os.getpid()
         self.usage: Usage | None = None
         self._group: SequenceGroup | None = group
         self._cancel: Callable[[SequenceGroup], None] | None = cancel
@@ -40,7 +45,9 @@ class Handle:
             group.request_id, sampling=group.sampling, stopping=group.stopping
         )
         self._events: deque[GenerateEvent] | None = deque() if keep_events else None
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        # Taken by the lock itself, in C: an interrupt could come between the two steps of a Condition's own `with`.
+        self._changed = threading.Condition(self._lock)
         self._on_done: Callable[[], None] | None = None
         self._waiters: list[Waiter] = []
         self._result: GenerationResult | None = None
@@ -50,6 +57,10 @@ class Handle:
     def done(self) -> bool:
         """Whether the request has ended."""
         return self._result is not None or self._error is not None
+
+    def _check_process(self) -> None:
+        if not self.done and os.getpid() != self._pid:
+            raise PreconditionFailed("this request runs in another process; ask for its result there")
 
     def cancel(self) -> None:
         """End the request before the next step; does nothing when it has ended."""
@@ -62,25 +73,28 @@ class Handle:
 
         Raises TimeoutError after `timeout` seconds (the request goes on), or the error that ended the request.
         """
-        with self._changed:
+        self._check_process()
+        with self._lock:
             if not self._changed.wait_for(lambda: self.done, timeout):
                 raise TimeoutError(f"request {self.request_id!r} has not finished within {timeout} s; it is still running")
         return self._outcome()
 
     async def aresult(self) -> GenerationResult:
         """`result()` for an event loop. Cancelling the awaiting task leaves the request running; see `cancel`."""
+        self._check_process()
         while not self.done:
             await self._wait(lambda: self.done)
         return self._outcome()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for the end without raising its error; False when `timeout` seconds pass first."""
-        with self._changed:
+        self._check_process()
+        with self._lock:
             return self._changed.wait_for(lambda: self.done, timeout)
 
     def on_done(self, callback: Callable[[], None]) -> None:
         """Call `callback` once when the request ends, in the loop thread, or now if it has; it must not block or raise."""
-        with self._changed:
+        with self._lock:
             if not self.done:
                 assert self._on_done is None, "one callback per handle"
                 self._on_done = callback
@@ -97,7 +111,8 @@ class Handle:
 
     def next_event(self) -> GenerateEvent | None:
         """The next event, waiting for it; None after the last. Raises the error that ended the request."""
-        with self._changed:
+        self._check_process()
+        with self._lock:
             self._changed.wait_for(lambda: self._events or self.done)
             if self._events:
                 return self._events.popleft()
@@ -107,8 +122,9 @@ class Handle:
 
     async def anext_event(self) -> GenerateEvent | None:
         """`next_event` for an event loop."""
+        self._check_process()
         while True:
-            with self._changed:
+            with self._lock:
                 if self._events:
                     return self._events.popleft()
             if self.done:
@@ -119,7 +135,7 @@ class Handle:
 
     async def _wait(self, is_ready: Callable[[], Any]) -> None:
         event_loop = asyncio.get_running_loop()
-        with self._changed:
+        with self._lock:
             if is_ready():
                 return
             waiter = (event_loop, event_loop.create_future())
@@ -127,7 +143,7 @@ class Handle:
         try:
             await waiter[1]
         finally:
-            with self._changed:
+            with self._lock:
                 if waiter in self._waiters:  # cancelled
                     self._waiters.remove(waiter)
 
@@ -150,7 +166,7 @@ class Handle:
         result = self._collector.result(timing=_timing(self._group)) if is_last and error is None else None
         if error is not None:
             self.usage = self._group.usage
-        with self._changed:
+        with self._lock:
             if self._events is not None:
                 self._events.extend(events)
             if is_last:
@@ -162,7 +178,10 @@ class Handle:
                 waiters, self._waiters = self._waiters, waiters
                 self._changed.notify_all()
         if is_last and on_done is not None:
-            on_done()
+            try:
+                on_done()
+            except Exception:
+                _log.exception("request %s: its on_done callback failed", self.request_id)
         return waiters
 
     def __repr__(self) -> str:
@@ -234,4 +253,5 @@ class EventStream:
         self.close()
 
     def __del__(self) -> None:
-        self.close()
+        if hasattr(self, "handle"):  # an interrupt may have come before
+            self.close()

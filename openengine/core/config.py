@@ -14,6 +14,19 @@ __all__ = ["EngineConfig"]
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _KERNELS = ("auto", "native", "torch", "flash")
 
+_REQUIRED = ("max_num_seqs", "max_num_batched_tokens", "max_queued_requests", "tensor_parallel_size")
+# Far above any use, and low enough that no table or thread pool of that size brings the process down.
+_LIMITS = {
+    "max_num_seqs": 1 << 16,
+    "max_num_batched_tokens": 1 << 24,
+    "max_queued_requests": 1 << 31,
+    "tensor_parallel_size": 1 << 10,
+    "num_threads": 1 << 12,
+    "max_model_len": 1 << 31,
+    "block_size": 1 << 16,
+    "num_kv_blocks": 1 << 48,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -69,7 +82,7 @@ class EngineConfig:
         for name in ("enable_prefix_cache", "generation_config"):
             _check_type(name, getattr(self, name), bool)
         _check_type("default_sampling", self.default_sampling, SamplingParams)
-        if isinstance(self.aliases, str) or not all(isinstance(alias, str) for alias in self.aliases):
+        if not isinstance(self.aliases, (tuple, list)) or not all(isinstance(alias, str) for alias in self.aliases):
             raise InvalidArgument(f"aliases must be a sequence of str, not {self.aliases!r:.80}")
         _check_choice("dtype", self.dtype, _DTYPES)
         _check_choice("kernels", self.kernels, _KERNELS)
@@ -78,11 +91,9 @@ class EngineConfig:
         self._refuse_unsupported()
 
     def _check_numbers(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_queued_requests", "tensor_parallel_size"):
-            _check_integer(name, getattr(self, name), low=1)
-        for name in ("num_threads", "max_model_len", "block_size", "num_kv_blocks"):
-            if getattr(self, name) is not None:
-                _check_integer(name, getattr(self, name), low=1)
+        for name, high in _LIMITS.items():
+            if getattr(self, name) is not None or name in _REQUIRED:
+                _check_integer(name, getattr(self, name), low=1, high=high)
         _check_integer("event_buffer_size", self.event_buffer_size, low=0)
         if self.seed is not None:
             _check_integer("seed", self.seed, low=0, high=2**64 - 1)

@@ -55,7 +55,7 @@ class EventLog:
         if not events:
             return []
         packed = [_pack(event) for event in events]
-        with self._signal.changed:
+        with self._signal.lock:
             now = self._now()
             for batch in _batches(packed):
                 self._last_number += 1
@@ -94,7 +94,7 @@ class EventLog:
         assert isinstance(place, _Place) and place.number is None, (
             "only a snapshot subscription has a beginning to come"
         )
-        with self._signal.changed:
+        with self._signal.lock:
             number, now = self._last_number, self._now()
             events = itertools.chain([AllBlocksCleared()], stored)
             batches = _batches(KvEvent(event=event) for event in events)
@@ -107,7 +107,7 @@ class EventLog:
         wake(self._signal.close())
 
     def _place(self, start: int) -> _Place:
-        with self._signal.changed:
+        with self._signal.lock:
             following = self._last_number + 1
             first = following - len(self._batches)
             if start == 0:
@@ -123,7 +123,7 @@ class EventLog:
 
     def _at(self, number: int) -> KvEventBatch | None:
         """The kept batch of that number, None when it is still to come. Raises Overloaded when it is gone."""
-        with self._signal.changed:
+        with self._signal.lock:
             first = self._last_number - len(self._batches) + 1
             if number > self._last_number:
                 return None

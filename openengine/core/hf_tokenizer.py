@@ -97,6 +97,8 @@ def load_huggingface(files: TokenizerFiles) -> HuggingFaceVocabulary:
     Raises: InvalidArgument when the file is damaged or its companions contradict it.
     """
     path = files.directory / "tokenizer.json"
+    if not path.is_file():
+        raise InvalidArgument(f"{path} is no regular file")
     try:
         raw = path.read_bytes()
         backend = tokenizers.Tokenizer.from_buffer(raw)

@@ -12,6 +12,7 @@ import difflib
 import hashlib
 import json
 import logging
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -31,6 +32,7 @@ from openengine.ops.linear import PackedPart
 from openengine.ops.native import native_library
 
 if TYPE_CHECKING:
+    from openengine.core.gguf import GgufFile
     from openengine.core.gguf_models import HfTensor
     from openengine.core.tokenizer import Tokenizer
     from openengine.ops.attention import AttentionBackend
@@ -154,8 +156,12 @@ def open_checkpoint(path: str | Path, *, progress: bool = False) -> Checkpoint:
     """
     if not str(path):
         raise InvalidArgument("the model path is empty; give a directory, a .gguf file or a hub id")
-    local = Path(path).expanduser()
-    if not local.exists():
+    try:
+        local = Path(path).expanduser()
+        exists = local.exists()
+    except (OSError, RuntimeError, ValueError) as exc:  # a name too long, an unknown user, a NUL
+        raise ModelNotFound(f"no model at {str(path)!r:.120}: {exc}") from exc
+    if not exists:
         if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(path)):
             raise ModelNotFound(
                 f"no model at {str(path)!r}: no such file or directory{_suggestion(local)}; give a directory with "
@@ -168,6 +174,8 @@ def open_checkpoint(path: str | Path, *, progress: bool = False) -> Checkpoint:
         if local.suffix != ".gguf":
             raise InvalidArgument(f"{local} is no model: give a .gguf file or a directory with config.json and weights")
         return _open_gguf(local)
+    if not local.is_dir():
+        raise InvalidArgument(f"{local} is neither a regular file nor a directory")
     return _open_directory(local)
 
 
@@ -202,13 +210,14 @@ def load_model(
     if not config.ropes and max_length > config.max_position_embeddings:
         raise InvalidArgument(
             f"max_model_len {max_length} exceeds the {config.max_position_embeddings} positions this model has learned"
-    )
+        )
     kind = model_class(config)
     with checkpoint.weights() as stored:
         sources = _canonical_names(stored, kind)
         tied = _is_tied(sources, kind, config)
         if tied:
             sources.pop(f"{kind.HEAD}.weight", None)
+        _check_size(checkpoint.path, sources, config)
         model = kind(
             config,
             backend,
@@ -262,6 +271,18 @@ def _is_tied(sources: Mapping[str, WeightSource], kind: type[CausalLM], config: 
     if config.tie_word_embeddings:
         logger.warning("the config says that the head is the embedding, but a different head is stored: using the head")
     return False
+
+
+def _check_size(path: Path, sources: Mapping[str, WeightSource], config: ModelConfig) -> None:
+    """Refuse a config far larger than what is stored, before anything of that size is allocated."""
+    attention = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
+    per_layer = config.hidden_size * (attention + 2 * config.intermediate_size)
+    wanted = config.vocab_size * config.hidden_size + config.num_layers * per_layer
+    stored = sum(math.prod(source.shape) for source in sources.values())
+    if wanted > 2 * stored + (1 << 20):
+        raise InvalidArgument(
+            f"the weights in {path} do not fit its config: it speaks of some {wanted} values, the files hold {stored}"
+        )
 
 
 def _check(path: Path, sources: Mapping[str, WeightSource], destinations: Mapping[str, Tensor | PackedPart]) -> None:
@@ -419,8 +440,12 @@ def _suggestion(path: Path) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise InvalidArgument(f"{path} is no regular file")
     try:
         value = json.loads(path.read_bytes())
+    except OSError as exc:
+        raise InvalidArgument(f"{path} cannot be read: {exc}") from exc
     except (ValueError, RecursionError) as exc:
         raise InvalidArgument(f"{path} is not valid JSON: {exc}") from exc
     if not isinstance(value, dict):

@@ -106,7 +106,9 @@ class EngineLoop:
         self.state = LoopState.STARTING
         self.num_steps = 0
         self._pid = os.getpid()
-        self._changed = threading.Condition()  # guards state, _open and the counts below; notified on change
+        self._lock = threading.RLock()  # guards state, _open and the counts below; notified on change
+        # Taken by the lock itself, in C: an interrupt could come between the two steps of a Condition's own `with`.
+        self._changed = threading.Condition(self._lock)
         self._open: dict[str, SequenceGroup] = {}
         self._num_queued = 0
         self._num_undelivered = 0  # accepted requests, without probes, whose last event has not been delivered
@@ -137,6 +139,11 @@ class EngineLoop:
         """Accepted requests that have not ended, without probes."""
         return self._num_undelivered
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this process is the one whose thread runs the loop."""
+        return os.getpid() == self._pid
+
     def is_open(self, request_id: str) -> bool:
         """Whether a request of this id is in flight."""
         return request_id in self._open
@@ -149,7 +156,7 @@ class EngineLoop:
         nothing was accepted.
         """
         self._check_process()
-        with self._changed:
+        with self._lock:
             self._check_acceptable(group)
             while self._num_queued >= self._max_queued and not group.is_probe:
                 if not wait:
@@ -171,7 +178,7 @@ class EngineLoop:
     def abort(self, request_id: str) -> AbortStatus:
         """End a request as cancelled before the next step. Raises RequestNotFound for an id never seen."""
         self._check_process()
-        with self._changed:
+        with self._lock:
             group = self._open.get(request_id)
             if group is not None:
                 self._commands.put(lambda: self._cancel(group))
@@ -184,14 +191,14 @@ class EngineLoop:
         """End this very request, whatever its id means by now. Does nothing in another process."""
         if os.getpid() != self._pid:
             return
-        with self._changed:
+        with self._lock:
             if self._open.get(group.request_id) is group:
                 self._commands.put(lambda: self._cancel(group))
 
     def abort_all(self) -> AbortStatus:
         """End every request but probes."""
         self._check_process()
-        with self._changed:
+        with self._lock:
             groups = [group for group in self._open.values() if not group.is_probe]
             self._commands.put(lambda: [self._cancel(group) for group in groups])
         return AbortStatus.ABORTED if groups else AbortStatus.ALREADY_FINISHED
@@ -207,7 +214,7 @@ class EngineLoop:
             except Exception as exc:
                 future.set_exception(exc)
 
-        with self._changed:
+        with self._lock:
             self._check_open()
             self._commands.put(run)
         return future.result()
@@ -215,7 +222,7 @@ class EngineLoop:
     def subscribe_kv_events(self, *, include_snapshot: bool = False, **place: Any) -> Subscription[KvEventBatch]:
         """KV events as `EventLog.subscribe` gives them. Raises PreconditionFailed when they are off."""
         self._check_process()
-        with self._changed:
+        with self._lock:
             self._check_open()
             if self._kv_log is None:
                 raise PreconditionFailed(
@@ -229,7 +236,7 @@ class EngineLoop:
     def stop_accepting(self) -> None:
         """Refuse new requests from now on; final."""
         self._check_process()
-        with self._changed:
+        with self._lock:
             if self.state is not LoopState.STOPPED:
                 self.state = LoopState.DRAINING
                 self._changed.notify_all()
@@ -237,14 +244,14 @@ class EngineLoop:
     def wait_idle(self, timeout: float | None) -> bool:
         """Wait until nothing is in flight; False when `timeout` seconds pass first."""
         self._check_process()
-        with self._changed:
+        with self._lock:
             return self._changed.wait_for(lambda: not self._num_undelivered, timeout)
 
     def close(self) -> None:
         """Cancel what is open, end the thread and drop what it owns. Idempotent; does nothing in another process."""
         if os.getpid() != self._pid:
             return
-        with self._changed:
+        with self._lock:
             self.state = LoopState.STOPPED
             self._changed.notify_all()
         self._commands.put(lambda: None)
@@ -282,7 +289,7 @@ class EngineLoop:
                         command = self._commands.get()
                         self._contain(command)
         finally:  # also when the containment itself has failed: nobody may wait for a thread that is gone
-            with self._changed:
+            with self._lock:
                 self.state = LoopState.STOPPED
                 self._changed.notify_all()
             self._contain(self._shut_down)
@@ -296,7 +303,7 @@ class EngineLoop:
         """A fault of ours fails the open requests, so that none of them hangs, and the loop goes on."""
         try:
             work()
-        except Exception as exc:
+        except BaseException as exc:  # native code may raise what is no Exception, and this thread has nobody else
             _log.exception("the engine loop failed")
             self._degrade()
             self._fail_all(InternalError(f"the engine failed: {exc!r}"))
@@ -346,13 +353,13 @@ class EngineLoop:
             for group in dict.fromkeys(seq.group for seq in sequences):
                 self._fail(group, error)
             return None
-        with self._changed:
+        with self._lock:
             if self.state is LoopState.DEGRADED:
                 self.state = LoopState.READY
         return result
 
     def _degrade(self) -> None:
-        with self._changed:
+        with self._lock:
             if self.state is LoopState.READY:
                 self.state = LoopState.DEGRADED
 
@@ -487,7 +494,7 @@ class EngineLoop:
                 group.sink, group.sequences = None, []
         wake(waiters)
         if ended:
-            with self._changed:
+            with self._lock:
                 self._num_undelivered -= sum(not group.is_probe for group in ended)
                 self._changed.notify_all()
 
@@ -538,13 +545,13 @@ class EngineLoop:
         for seq in plan.admitted:
             if seq.group.start_time is None:
                 seq.group.start_time = now
-                with self._changed:
+                with self._lock:
                     self._num_queued -= not seq.group.is_probe
                     self._changed.notify_all()
                 self._tell_queue(seq.group, "dequeue")
 
     def _close_books(self, group: SequenceGroup) -> None:
-        with self._changed:
+        with self._lock:
             if group.start_time is None:
                 self._num_queued -= not group.is_probe
             self._open.pop(group.request_id, None)

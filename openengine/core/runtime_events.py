@@ -43,7 +43,7 @@ class RuntimeEventBus:
     def subscribe(self, types: Iterable[RuntimeEventType] = ()) -> Subscription[RuntimeEvent]:
         """Events of these types from now on, of all types for none. Raises InvalidArgument for an unknown type."""
         source = _Queue(self, _event_types(types), self._queue_size)
-        with self._signal.changed:
+        with self._signal.lock:
             self._queues.append(weakref.ref(source))
             if not self._signal.is_closed:
                 self.wanted |= source.types
@@ -54,7 +54,7 @@ class RuntimeEventBus:
         if event_type not in self.wanted:
             return
         texts = {name: str(value) for name, value in attributes.items()}
-        with self._signal.changed:
+        with self._signal.lock:
             self._num_emitted += 1
             self._last_time = max(self._last_time, self._clock())
             event = RuntimeEvent(
@@ -75,20 +75,20 @@ class RuntimeEventBus:
         """Let readers see what was emitted: once per step. Returns whom to `wake`."""
         if not self._has_news:
             return []
-        with self._signal.changed:
+        with self._signal.lock:
             self._has_news = False
             return self._signal.notify()
 
     def close(self) -> None:
         """End every subscription after what is queued for it."""
-        with self._signal.changed:
+        with self._signal.lock:
             self.wanted = frozenset()
             waiters = self._signal.close()
         wake(waiters)
 
     def _remove(self, gone: _Queue | None = None) -> None:
         """Forget `gone` and the queues whose subscription was dropped."""
-        with self._signal.changed:
+        with self._signal.lock:
             alive = [queue for reference in self._queues if (queue := reference()) not in (None, gone)]
             self._queues = [weakref.ref(queue) for queue in alive]
             if not self._signal.is_closed:
@@ -111,7 +111,7 @@ class _Queue:
         self._events.append(event)
 
     def take(self) -> RuntimeEvent | None:
-        with self._bus._signal.changed:
+        with self._bus._signal.lock:
             if not self._events:
                 return None
             event = self._events.popleft()

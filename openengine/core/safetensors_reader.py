@@ -43,8 +43,13 @@ class SafetensorsFile:
     """
 
     def __init__(self, path: Path) -> None:
+        if not path.is_file():
+            raise InvalidArgument(f"{path} is no regular file")
         self.path = path
-        self._file = open(path, "rb", buffering=0)
+        try:
+            self._file = open(path, "rb", buffering=0)
+        except OSError as exc:
+            raise InvalidArgument(f"{path} cannot be read: {exc}") from exc
         try:
             self.tensors = self._read_header()
         except BaseException:

@@ -92,40 +92,42 @@ class Signal:
     """What one writer and its readers share: a lock, a count of what happened, and who waits for more."""
 
     def __init__(self) -> None:
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()
+        # Taken by the lock itself, in C: an interrupt could come between the two steps of a Condition's own `with`.
+        self.changed = threading.Condition(self.lock)
         self.version = 0
         self.is_closed = False
         self._waiting: list[Waiter] = []
 
     def notify(self) -> list[Waiter]:
         """Something happened: release the readers in threads, return those in event loops."""
-        with self.changed:
+        with self.lock:
             self.version += 1
             self.changed.notify_all()
             waiting, self._waiting = self._waiting, []
             return waiting
 
     def close(self) -> list[Waiter]:
-        with self.changed:
+        with self.lock:
             self.is_closed = True
             return self.notify()
 
     def wait(self, version: int) -> None:
         """Until more has happened than `version` counted."""
-        with self.changed:
+        with self.lock:
             self.changed.wait_for(lambda: self.version != version)
 
     async def wait_async(self, version: int) -> None:
         event_loop = asyncio.get_running_loop()
         waiter = (event_loop, event_loop.create_future())
-        with self.changed:
+        with self.lock:
             if self.version != version:
                 return
             self._waiting.append(waiter)
         try:
             await waiter[1]
         finally:
-            with self.changed:
+            with self.lock:
                 if waiter in self._waiting:  # cancelled
                     self._waiting.remove(waiter)
 

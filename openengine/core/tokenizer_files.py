@@ -80,16 +80,16 @@ class TokenizerFiles:
 
 def read_json_file(path: Path) -> Any:
     """Raises: InvalidArgument when the file is missing, unreadable or not JSON."""
+    if not path.is_file():
+        raise InvalidArgument(f"{path} does not exist, or is no regular file")
     try:
         return json.loads(path.read_bytes())
-    except FileNotFoundError as exc:
-        raise InvalidArgument(f"{path} does not exist") from exc
-    except (OSError, ValueError) as exc:
+    except (OSError, ValueError, RecursionError) as exc:
         raise InvalidArgument(f"{path} is not a readable JSON file: {exc}; download it again") from exc
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    if not path.exists():
+    if not path.exists() and not path.is_symlink():
         return {}
     value = read_json_file(path)
     if not isinstance(value, dict):
@@ -122,7 +122,10 @@ def _added_tokens(directory: Path, config: dict[str, Any]) -> dict[int, AddedTok
             raise InvalidArgument(f"{legacy}: the id of {content!r} is {token_id!r}, expected an integer")
         added[token_id] = AddedTokenFlags(content)
     path = directory / "tokenizer_config.json"
-    for key, value in config.get("added_tokens_decoder", {}).items():
+    decoder = config.get("added_tokens_decoder") or {}
+    if not isinstance(decoder, dict):
+        raise InvalidArgument(f"{path}: added_tokens_decoder is a {type(decoder).__name__}, expected an object")
+    for key, value in decoder.items():
         if not (str(key).isdecimal() and isinstance(value, dict) and isinstance(value.get("content"), str)):
             raise InvalidArgument(f"{path}: added_tokens_decoder[{key!r}] is {value!r}, expected an id and its token")
         flags = {name: bool(value[name]) for name in _FLAGS if name in value}

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from openengine.errors import InvalidArgument
+
 __all__ = ["ROPE_TYPES", "Rope", "RopeConfig", "apply_rope_", "inverse_frequencies", "rotate_"]
 
 
@@ -94,8 +96,15 @@ def inverse_frequencies(config: RopeConfig, max_length: int) -> tuple[Tensor, fl
     """Inverse frequencies float32 [rotary_dim / 2], and the factor on cosine and sine.
 
     `max_length` is the greatest sequence length in tokens; only `dynamic` and `longrope` depend on it.
+    Raises InvalidArgument for parameters that give no finite frequency.
     """
-    return _FREQUENCIES[config.type](config, max_length)
+    try:
+        frequencies, factor = _FREQUENCIES[config.type](config, max_length)
+    except (ArithmeticError, ValueError) as exc:
+        raise InvalidArgument(f"rope of type {config.type!r} has parameters without a meaning: {exc}") from exc
+    if not (torch.isfinite(frequencies).all() and math.isfinite(factor) and (frequencies > 0).all()):
+        raise InvalidArgument(f"rope of type {config.type!r} has parameters that give frequencies out of range")
+    return frequencies, factor
 
 
 def _default(config: RopeConfig, max_length: int) -> tuple[Tensor, float]:

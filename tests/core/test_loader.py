@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -385,3 +386,28 @@ def test_a_real_gguf_file_loads_whole_and_finite(name, request):
 def test_the_tokenizer_of_either_format_is_loaded(llama, smollm2):
     assert open_checkpoint(llama).load_tokenizer().encode("hello")
     assert open_checkpoint(smollm2).load_tokenizer().encode("hello")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"head_dim": 2**31}, {"num_hidden_layers": 2**31}, {"hidden_size": 10**30}, {"intermediate_size": 2**26}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_config_far_larger_than_its_files_is_refused_before_it_allocates(tmp_path, changes):
+    write_checkpoint(tmp_path, "llama")
+    edit_config(tmp_path, **changes)
+    with pytest.raises(InvalidArgument):
+        checkpoint = open_checkpoint(tmp_path)
+        load_model(checkpoint, dtype=torch.float32, device=torch.device("cpu"), backend=None)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_what_is_no_regular_file_is_refused_and_never_waited_for(tmp_path, name):
+    write_checkpoint(tmp_path, "llama")
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(InvalidArgument, match="regular file|tokenizer"):
+        checkpoint = open_checkpoint(tmp_path)
+        checkpoint.load_tokenizer()
+        with checkpoint.weights():
+            pass

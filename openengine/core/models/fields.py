@@ -9,6 +9,10 @@ from openengine.errors import InvalidArgument
 
 __all__ = ["Fields"]
 
+# Beyond any model, and small enough that a damaged config allocates nothing absurd.
+_MAX_LAYERS = 4096
+_MAX_SIZE = 1 << 27
+
 
 class Fields:
     """Values by name. A value of None counts as absent; `where` begins every message.
@@ -30,8 +34,9 @@ class Fields:
         value = self.values.get(name)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InvalidArgument(f"{self.where}: '{name}' is {value!r}, expected an integer of 1 or more")
+        limit = _MAX_LAYERS if "layer" in name else _MAX_SIZE
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
+            raise InvalidArgument(f"{self.where}: '{name}' is {value!r:.80}, expected an integer from 1 to {limit}")
         return value
 
     def number(self, name: str) -> float:
