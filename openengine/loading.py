@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from openengine.core.loader import Checkpoint, load_model, open_checkpoint
 from openengine.core.models import CausalLM
 from openengine.core.runner import KvPoolSize, size_kv_pool
 from openengine.core.tokenizer import Tokenizer
-from openengine.errors import InvalidArgument, UnsupportedFeature
+from openengine.errors import Cancelled, InvalidArgument, UnsupportedFeature
 from openengine.ops.attention import AttentionBackend, select_backend
 from openengine.ops.kv_cache import KvCache, KvSpec
 from openengine.ops.linear import preferred_dtype
@@ -56,17 +56,8 @@ def load(config: EngineConfig, progress: bool | None) -> LoadedModel:
     spec = KvSpec(model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, dtype, device)
     tokenizer = _InThread(checkpoint.load_tokenizer)
     revision = _InThread(lambda: checkpoint.revision)
-    with torch.inference_mode(), progress_bar(progress, desc=f"loading {checkpoint.path.name}", unit="B") as bar:
-        model = load_model(
-            checkpoint,
-            dtype=dtype,
-            device=device,
-            backend=backend,
-            max_model_len=config.max_model_len,
-            quantization=config.quantization,
-            kernels=config.kernels,
-            progress=bar,
-        )
+    with progress_bar(progress, desc=f"loading {checkpoint.path.name}", unit="B") as bar:
+        model = _load_weights(checkpoint, config, backend, dtype=dtype, device=device, on_bytes=bar)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer.result(),
@@ -79,6 +70,48 @@ def load(config: EngineConfig, progress: bool | None) -> LoadedModel:
         generation_config=checkpoint.generation_config,
         load_seconds=time.monotonic() - started,
     )
+
+
+def _load_weights(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    backend: AttentionBackend,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    on_bytes: Callable[[int, int], None],
+) -> CausalLM:
+    """Load in a thread that ends with it.
+
+    OpenMP keeps workers for every thread that ever ran a parallel operation. As soon as they outnumber the processors
+    they sleep between operations instead of spinning, and waking them costs more than a small operation: with a second
+    pool left over from loading, the loop decodes one sequence at half its speed.
+    """
+    interrupted = threading.Event()
+
+    def on_progress(done: int, total: int) -> None:
+        if interrupted.is_set():
+            raise Cancelled("loading was interrupted")
+        on_bytes(done, total)
+
+    def run() -> CausalLM:
+        with torch.inference_mode():
+            return load_model(
+                checkpoint,
+                dtype=dtype,
+                device=device,
+                backend=backend,
+                max_model_len=config.max_model_len,
+                quantization=config.quantization,
+                kernels=config.kernels,
+                progress=on_progress,
+            )
+
+    try:
+        return _InThread(run).result()
+    except BaseException:
+        interrupted.set()
+        raise
 
 
 def attributes(loaded: LoadedModel) -> dict[str, Any]:
