@@ -1,8 +1,8 @@
 """`Engine`: the facade. Validates in the caller's thread, wires the parts together, owns their lifetime.
 
-    Engine ── RequestPreparer (validate, tokenize)            caller's thread
-       └───── EngineLoop ── Scheduler ── BlockManager         the loop's thread
-                   └─────── ModelRunner ── CausalLM, KvCache, Sampler
+Engine ── RequestPreparer (validate, tokenize)            caller's thread
+   └───── EngineLoop ── Scheduler ── BlockManager         the loop's thread
+               └─────── ModelRunner ── CausalLM, KvCache, Sampler
 """
 
 from __future__ import annotations
@@ -440,7 +440,9 @@ class Engine:
         """What it takes to compute the prefix cache's keys elsewhere."""
         return self._services.tokenizer.cache_key_spec()
 
-    def cache_keys(self, *, text: str | None = None, tokens: Sequence[int] | None = None, **options: Any) -> ComputeCacheKeysResponse:
+    def cache_keys(
+        self, *, text: str | None = None, tokens: Sequence[int] | None = None, **options: Any
+    ) -> ComputeCacheKeysResponse:
         """The keys of a prompt's full blocks; options as for `TokenizerService.cache_keys`."""
         return self._services.tokenizer.cache_keys(text=text, tokens=tokens, **options)
 
@@ -689,5 +691,3 @@ def _request_id(prompt: Any, options: Mapping[str, Any]) -> str:
 def _check_on_error(on_error: str) -> None:
     if not isinstance(on_error, str) or on_error not in ("raise", "return"):
         raise InvalidArgument(f"on_error must be 'raise' or 'return', not {on_error!r:.80}")
-
-

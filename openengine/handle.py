@@ -35,7 +35,9 @@ class Handle:
     ended with an error; else the last event has it.
     """
 
-    def __init__(self, group: SequenceGroup, cancel: Callable[[SequenceGroup], None], *, keep_events: bool = True) -> None:
+    def __init__(
+        self, group: SequenceGroup, cancel: Callable[[SequenceGroup], None], *, keep_events: bool = True
+    ) -> None:
         self.request_id = group.request_id
         self._pid = os.getpid()
         self.usage: Usage | None = None
@@ -76,7 +78,9 @@ class Handle:
         self._check_process()
         with self._lock:
             if not self._changed.wait_for(lambda: self.done, timeout):
-                raise TimeoutError(f"request {self.request_id!r} has not finished within {timeout} s; it is still running")
+                raise TimeoutError(
+                    f"request {self.request_id!r} has not finished within {timeout} s; it is still running"
+                )
         return self._outcome()
 
     async def aresult(self) -> GenerationResult:
@@ -156,9 +160,7 @@ class Handle:
 
     # ---- the loop thread's side ------------------------------------------------------------------
 
-    def deliver(
-        self, events: list[GenerateEvent], *, error: OpenEngineError | None, is_last: bool
-    ) -> list[Waiter]:
+    def deliver(self, events: list[GenerateEvent], *, error: OpenEngineError | None, is_last: bool) -> list[Waiter]:
         """Take a step's events; returns who waits for them in event loops."""
         assert self._collector is not None and self._group is not None, "no event may follow the last"
         for event in events:

@@ -1,6 +1,6 @@
 """From what a caller writes to `GenerateRequest`: keyword sugar, and telling one prompt from a batch.
 
-    generate("a", temperature=0.5, stop="x")  ->  GenerateRequest(prompt="a", sampling=…, stopping=…)
+generate("a", temperature=0.5, stop="x")  ->  GenerateRequest(prompt="a", sampling=…, stopping=…)
 """
 
 from __future__ import annotations
@@ -195,7 +195,9 @@ def _response(options: dict[str, Any]) -> ResponseOptions:
         if isinstance(count, np.generic):
             count = count.item()
         if not isinstance(count, int) or count < 0:
-            raise InvalidArgument(f"{name} must be a number of candidates, 0 or more, or True or False, not {count!r:.80}")
+            raise InvalidArgument(
+                f"{name} must be a number of candidates, 0 or more, or True or False, not {count!r:.80}"
+            )
         flag, candidates = f"return_{side}_logprobs", f"{side}_candidates"
         if response.get(flag) not in (None, count is not False):
             raise InvalidArgument(f"{name}={count} contradicts {flag}={response[flag]}; keep one of them")

@@ -124,7 +124,9 @@ def scripted_engine(
             spec=SPEC,
             pool=KvPoolSize(num_kv_blocks, block_size, max_len),
             revision="scripted",
-            names=tuple(dict.fromkeys(("scripted", str(directory), config.served_model_name or "scripted", *config.aliases))),
+            names=tuple(
+                dict.fromkeys(("scripted", str(directory), config.served_model_name or "scripted", *config.aliases))
+            ),
             eos_token_ids=eos_token_ids,
             generation_config=generation_config or {},
             load_seconds=0.0,

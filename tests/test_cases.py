@@ -91,7 +91,9 @@ def test_the_callers_default_dtype_changes_nothing(tmp_path):
         expected = engine.generate([1], max_tokens=5, temperature=1.0, seed=1, top_k=9, frequency_penalty=0.5).token_ids
         torch.set_default_dtype(torch.float64)
         try:
-            again = engine.generate([1], max_tokens=5, temperature=1.0, seed=1, top_k=9, frequency_penalty=0.5).token_ids
+            again = engine.generate(
+                [1], max_tokens=5, temperature=1.0, seed=1, top_k=9, frequency_penalty=0.5
+            ).token_ids
         finally:
             torch.set_default_dtype(torch.float32)
     assert again == expected
@@ -212,7 +214,13 @@ def test_p4_p5_preempted_requests_give_the_same_tokens_logprobs_and_stops(tmp_pa
         for options in [
             {"temperature": 0},
             {"temperature": 0.9, "seed": 5},
-            {"temperature": 1.0, "seed": 6, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2},
+            {
+                "temperature": 1.0,
+                "seed": 6,
+                "repetition_penalty": 1.3,
+                "frequency_penalty": 0.4,
+                "presence_penalty": 0.2,
+            },
             {"temperature": 1.0, "seed": 7, "stop": ["e"]},
             {"temperature": 1.0, "seed": 8, "num_sequences": 2},
         ]
@@ -227,7 +235,8 @@ def test_p4_p5_preempted_requests_give_the_same_tokens_logprobs_and_stops(tmp_pa
         assert load.used_kv_blocks == 0
         assert all(text == r.text for text, r in zip(streamed, results) if len(r.outputs) == 1)
         return [
-            [(o.token_ids, o.text, o.finish_reason, o.stop_match, o.logprobs.tolist()) for o in r.outputs] for r in results
+            [(o.token_ids, o.text, o.finish_reason, o.stop_match, o.logprobs.tolist()) for o in r.outputs]
+            for r in results
         ]
 
     expected = run("big", num_kv_blocks=256)

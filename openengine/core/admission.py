@@ -134,7 +134,9 @@ class RequestPreparer:
         if isinstance(request.request_id, str) and not request.request_id:
             raise InvalidArgument("request_id is empty; leave it out to get a fresh one")
         if isinstance(request.model, str) and request.model not in limits.model_names:
-            raise ModelNotFound(f"model {request.model!r:.80} is not served; served are {', '.join(limits.model_names)}")
+            raise ModelNotFound(
+                f"model {request.model!r:.80} is not served; served are {', '.join(limits.model_names)}"
+            )
         validate_request(request)
         _refuse_unsupported(request)
         self._check_ids(request)
@@ -337,7 +339,9 @@ def _refuse_unsupported(request: GenerateRequest) -> None:
     if request.kv.session is not None:
         raise RoleMismatch("kv.session needs a decode engine; this engine is aggregated, leave it out")
     if request.kv.data_parallel_rank not in (None, 0):
-        raise InvalidArgument(f"data_parallel_rank {request.kv.data_parallel_rank} does not exist; the engine has rank 0 only")
+        raise InvalidArgument(
+            f"data_parallel_rank {request.kv.data_parallel_rank} does not exist; the engine has rank 0 only"
+        )
     if request.lora_name:
         raise UnsupportedTask(f"lora_name {request.lora_name!r}: this engine serves no LoRA adapters; leave it out")
     if request.media:

@@ -314,8 +314,10 @@ def _open_directory(path: Path) -> Checkpoint:
         models = [name for name in names if name.endswith(".gguf") and not _LATER_PART.search(name)]
         if len(models) == 1:
             return _open_gguf(path / models[0])
-        found = f"it holds {len(models)} GGUF files, name one of them" if models else (
-            "a model directory has config.json, *.safetensors and a tokenizer"
+        found = (
+            f"it holds {len(models)} GGUF files, name one of them"
+            if models
+            else ("a model directory has config.json, *.safetensors and a tokenizer")
         )
         raise InvalidArgument(f"{path} is no model directory: config.json is missing; {found}")
     hf_config = _read_json(path / "config.json")
@@ -344,7 +346,7 @@ def _single_file(path: Path, names: list[str]) -> str:
     if tensors == ["consolidated.safetensors"]:
         raise UnsupportedFeature(
             f"{path} holds consolidated.safetensors, which has other tensor names; convert it to Hugging Face format"
-    )
+        )
     if len(tensors) == 1:
         return tensors[0]
     if tensors:
@@ -353,7 +355,7 @@ def _single_file(path: Path, names: list[str]) -> str:
         raise UnsupportedFeature(
             f"{path} holds weights only as pickle files {_listed(pickles)}; convert them to safetensors "
             "(transformers: `model.save_pretrained(directory)`)"
-    )
+        )
     raise InvalidArgument(f"{path} holds no weights: model.safetensors, or shards with {_INDEX}, are missing")
 
 

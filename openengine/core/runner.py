@@ -94,7 +94,9 @@ def _check_fits(num_blocks: int, block_bytes: int, device: torch.device) -> None
 class ModelRunner:
     """Runs one model on one device. Called by the loop thread only, inside `torch.inference_mode`."""
 
-    def __init__(self, model: CausalLM, backend: AttentionBackend, spec: KvSpec, pool: KvPoolSize, *, max_num_seqs: int) -> None:
+    def __init__(
+        self, model: CausalLM, backend: AttentionBackend, spec: KvSpec, pool: KvPoolSize, *, max_num_seqs: int
+    ) -> None:
         self._model = model
         self._backend = backend
         self._device = spec.device
@@ -122,7 +124,9 @@ class ModelRunner:
             return StepResult(None)
         if scored:
             hidden = hidden[torch.from_numpy(sample_rows).to(self._device)]
-        samplers = [(row, seq.slot) for row, item in enumerate(i for i in plan.scheduled if i.samples) for seq in item.samples]
+        samplers = [
+            (row, seq.slot) for row, item in enumerate(i for i in plan.scheduled if i.samples) for seq in item.samples
+        ]
         rows, slots = np.array(samplers, dtype=np.int64).T
         return StepResult(self._sampler.sample(self._model.logits(hidden), rows, slots))
 
@@ -131,7 +135,9 @@ class ModelRunner:
             self._sampler.clear_slot(slot)
         for seq in plan.admitted:
             self._slots.admit(seq)
-            self._sampler.set_slot(seq.slot, _slot_params(seq), seq.group.prompt_ids, seq.token_ids[seq.group.num_prompt :])
+            self._sampler.set_slot(
+                seq.slot, _slot_params(seq), seq.group.prompt_ids, seq.token_ids[seq.group.num_prompt :]
+            )
         if plan.block_copies:
             self.kv.copy_blocks(plan.block_copies)
         for item in plan.scheduled:

@@ -208,7 +208,9 @@ class Tokenizer:
         when the model has no chat template.
         """
         return render_chat_template(
-            self._choose_template(chat_template, with_tools=tools is not None and (not hasattr(tools, "__len__") or len(tools) > 0)),
+            self._choose_template(
+                chat_template, with_tools=tools is not None and (not hasattr(tools, "__len__") or len(tools) > 0)
+            ),
             messages,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
