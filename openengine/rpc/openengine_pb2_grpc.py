@@ -5,6 +5,7 @@ import grpc
 from openengine.rpc import openengine_pb2 as openengine_dot_rpc_dot_openengine__pb2
 
 
+
 class OpenEngineStub:
     """Missing associated documentation comment in .proto file."""
 

@@ -5,6 +5,7 @@ import grpc
 from openengine.rpc import tokenizer_pb2 as openengine_dot_rpc_dot_tokenizer__pb2
 
 
+
 class OpenEngineTokenizerStub:
     """Missing associated documentation comment in .proto file."""
 
