@@ -1,13 +1,13 @@
 """From a configuration to everything an engine is made of that comes from a checkpoint.
 
-Weights are read in the caller's thread; the tokenizer and the digest of the files are computed beside them.
+Weights and tokenizer are read in the caller's thread, the digest of the files is computed beside them.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,11 @@ import torch
 
 from openengine.core.config import EngineConfig
 from openengine.core.loader import Checkpoint, load_model, open_checkpoint
+from openengine.core.memory import one_openmp_thread
 from openengine.core.models import CausalLM
 from openengine.core.runner import KvPoolSize, size_kv_pool
 from openengine.core.tokenizer import Tokenizer
-from openengine.errors import Cancelled, InvalidArgument, UnsupportedFeature
+from openengine.errors import InvalidArgument, UnsupportedFeature
 from openengine.ops.attention import AttentionBackend, select_backend
 from openengine.ops.kv_cache import KvCache, KvSpec
 from openengine.ops.linear import preferred_dtype
@@ -54,64 +55,35 @@ def load(config: EngineConfig, progress: bool | None) -> LoadedModel:
         device, dtype, config.kernels, head_dim=model_config.head_dim, block_size=config.block_size
     )
     spec = KvSpec(model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, dtype, device)
-    tokenizer = _InThread(checkpoint.load_tokenizer)
     revision = _InThread(lambda: checkpoint.revision)
-    with progress_bar(progress, desc=f"loading {checkpoint.path.name}", unit="B") as bar:
-        model = _load_weights(checkpoint, config, backend, dtype=dtype, device=device, on_bytes=bar)
+    with (
+        torch.inference_mode(),
+        one_openmp_thread(),
+        progress_bar(progress, desc=f"loading {checkpoint.path.name}", unit="B") as bar,
+    ):
+        model = load_model(
+            checkpoint,
+            dtype=dtype,
+            device=device,
+            backend=backend,
+            max_model_len=config.max_model_len,
+            quantization=config.quantization,
+            kernels=config.kernels,
+            progress=bar,
+        )
+    tokenizer = checkpoint.load_tokenizer()
     return LoadedModel(
         model=model,
-        tokenizer=tokenizer.result(),
+        tokenizer=tokenizer,
         backend=backend,
         spec=spec,
         pool=size_kv_pool(config, spec, model_config.max_position_embeddings, backend.block_size),
         revision=revision.result(),
         names=_model_names(config, checkpoint),
-        eos_token_ids=_eos_token_ids(checkpoint, tokenizer.result()),
+        eos_token_ids=_eos_token_ids(checkpoint, tokenizer),
         generation_config=checkpoint.generation_config,
         load_seconds=time.monotonic() - started,
     )
-
-
-def _load_weights(
-    checkpoint: Checkpoint,
-    config: EngineConfig,
-    backend: AttentionBackend,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    on_bytes: Callable[[int, int], None],
-) -> CausalLM:
-    """Load in a thread that ends with it.
-
-    OpenMP keeps workers for every thread that ever ran a parallel operation. As soon as they outnumber the processors
-    they sleep between operations instead of spinning, and waking them costs more than a small operation: with a second
-    pool left over from loading, the loop decodes one sequence at half its speed.
-    """
-    interrupted = threading.Event()
-
-    def on_progress(done: int, total: int) -> None:
-        if interrupted.is_set():
-            raise Cancelled("loading was interrupted")
-        on_bytes(done, total)
-
-    def run() -> CausalLM:
-        with torch.inference_mode():
-            return load_model(
-                checkpoint,
-                dtype=dtype,
-                device=device,
-                backend=backend,
-                max_model_len=config.max_model_len,
-                quantization=config.quantization,
-                kernels=config.kernels,
-                progress=on_progress,
-            )
-
-    try:
-        return _InThread(run).result()
-    except BaseException:
-        interrupted.set()
-        raise
 
 
 def attributes(loaded: LoadedModel) -> dict[str, Any]:

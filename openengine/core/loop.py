@@ -257,6 +257,7 @@ class EngineLoop:
         self._commands.put(lambda: None)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
+            trim_allocator()  # once more: what its workers held has come back only now
 
     def _check_acceptable(self, group: SequenceGroup) -> None:
         self._check_open()
@@ -297,6 +298,7 @@ class EngineLoop:
             self._kv_log.close()
         self.runtime_events.close()
         self._runner = None
+        self._token_text = str  # its tokenizer goes too: nothing is decoded any more
         trim_allocator()
 
     def _contain(self, work: Callable[[], None]) -> None:
