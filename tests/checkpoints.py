@@ -6,6 +6,7 @@ Norm weights and biases are random too, so that no term of the computation is hi
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,16 @@ import torch
 
 __all__ = [
     "BOS",
+    "ENCODERS",
     "EOS",
     "FAMILIES",
     "IM_END",
     "IM_START",
     "VOCAB_SIZE",
     "edit_config",
+    "edit_tensors",
     "write_checkpoint",
+    "write_model",
     "write_tokenizer",
 ]
 
@@ -78,6 +82,46 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 FAMILIES = tuple(_CONFIGS)
 
+_ENCODER: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 130,
+    "pad_token_id": PAD,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "initializer_range": 0.1,
+}
+
+# Encoder family -> (what its classes in transformers are called, arguments of its config class).
+_ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("Bert", _ENCODER),
+    "roberta": ("Roberta", {**_ENCODER, "type_vocab_size": 1}),
+    "xlm-roberta": ("XLMRoberta", {**_ENCODER, "type_vocab_size": 1, "layer_norm_eps": 1e-5}),
+    "mpnet": ("MPNet", _ENCODER),
+    "distilbert": (
+        "DistilBert",
+        {
+            "vocab_size": VOCAB_SIZE,
+            "dim": 64,
+            "hidden_dim": 96,
+            "n_layers": 2,
+            "n_heads": 4,
+            "max_position_embeddings": 130,
+            "pad_token_id": PAD,
+            "initializer_range": 0.1,
+        },
+    ),
+    "modernbert": (
+        "ModernBert",
+        {**_ENCODER, "num_hidden_layers": 4, "local_attention": 8, "cls_token_id": BOS, "sep_token_id": EOS},
+    ),
+}
+
+ENCODERS = tuple(_ENCODERS)
+
 _CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -99,21 +143,55 @@ def write_checkpoint(
     `overrides` are arguments of the family's config class. A small `max_shard_size` ("40KB") makes shards with an
     index. Needs transformers.
     """
+    write_model(directory, family, seed=seed, dtype=dtype, max_shard_size=max_shard_size, **overrides)
+    if tokenizer:
+        write_tokenizer(directory)
+    return directory
+
+
+def write_model(
+    directory: Path,
+    family: str,
+    head: str = "ForCausalLM",
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str = "1GB",
+    **overrides: Any,
+) -> Any:
+    """Write a random model of a decoder or encoder family with any `head` ("Model", "ForSequenceClassification", …).
+
+    Returns transformers' model, in float32 and ready to be asked.
+    """
     import transformers
 
-    name, arguments = _CONFIGS[family]
-    config = getattr(transformers, name)(**{**arguments, **overrides})
+    if family in _ENCODERS:
+        stem, arguments = _ENCODERS[family]
+        config_class = f"{stem}Config"
+    else:
+        config_class, arguments = _CONFIGS[family]
+        stem = config_class.removesuffix("Config")
+    config = getattr(transformers, config_class)(**{**arguments, **overrides})
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        if head == "ForCausalLM":
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        else:
+            model = getattr(transformers, f"{stem}{head}")._from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim == 1:
                     parameter.add_(0.2 * torch.randn_like(parameter))
     model.to(dtype).save_pretrained(directory, max_shard_size=max_shard_size)
-    if tokenizer:
-        write_tokenizer(directory)
-    return directory
+    return model.float().eval()
+
+
+def edit_tensors(directory: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+    """Replace the tensors of an unsharded checkpoint with those that `change` makes of them."""
+    from safetensors.torch import load_file, save_file
+
+    path = directory / "model.safetensors"
+    save_file({name: value.clone().contiguous() for name, value in change(load_file(path)).items()}, path)
 
 
 def edit_config(directory: Path, *, remove: tuple[str, ...] = (), **changes: Any) -> None:

@@ -1,6 +1,6 @@
-"""Opening checkpoints and filling models from them.
+"""Filling models from checkpoints.
 
-    path or hub id ─ open_checkpoint ─ Checkpoint (config, tokens, file list; no weights) ─ load_model ─ CausalLM
+    path or hub id ─ open_checkpoint ─ Checkpoint (config, tokens, file list; no weights) ─ load_model ─ Model
 
 Every tensor of a checkpoint is used or knowingly ignored, and every weight of a model is filled: anything else is an
 error that lists the names. Weights are copied tensor by tensor into their final place, cast on the way.
@@ -8,175 +8,31 @@ error that lists the names. Weights are copied tensor by tensor into their final
 
 from __future__ import annotations
 
-import difflib
-import hashlib
-import json
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from openengine.core.models import CausalLM, ModelConfig, model_class
-from openengine.core.safetensors_reader import SafetensorsFile
-from openengine.errors import InvalidArgument, ModelNotFound, UnsupportedFeature
+from openengine.core.checkpoint import DTYPES, Checkpoint, WeightSource, listed, open_checkpoint
+from openengine.core.models import CausalLM, EncoderConfig, Model, ModelConfig, model_class
+from openengine.core.models.native_forward import NativeForward
+from openengine.errors import InvalidArgument, UnsupportedFeature
 from openengine.ops.linear import PackedPart
 from openengine.ops.native import native_library
 
 if TYPE_CHECKING:
-    from openengine.core.gguf import GgufFile
-    from openengine.core.gguf_models import HfTensor
-    from openengine.core.tokenizer import Tokenizer
     from openengine.ops.attention import AttentionBackend
+    from openengine.ops.encoder_attention import EncoderAttention
 
 __all__ = ["Checkpoint", "WeightSource", "load_model", "open_checkpoint"]
 
 logger = logging.getLogger(__name__)
-
-_INDEX = "model.safetensors.index.json"
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
-_CHUNK_VALUES = 1 << 21  # values dequantized at a time on their way to another dtype: 8 MiB
-_LISTED = 10  # names in a message before it counts the rest
-
-
-class WeightSource(Protocol):
-    """A stored tensor that has not been read yet."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    def holds_same(self, other: WeightSource) -> bool:
-        """Whether the values, of equal shapes and from the same checkpoint, are equal."""
-
-    def copy_to(self, destination: Tensor) -> None:
-        """Write the values to a tensor of the same shape, casting them to its dtype."""
-
-    def chunks(self) -> Iterator[tuple[slice, Tensor]]:
-        """The values by ranges of the first dimension, in order; each may be overwritten by the next."""
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A model on disk whose weights have not been read. `format` is `safetensors` or `gguf`.
-
-    `files` are those that hold the weights, in name order. `index` maps tensor names to file names, where the
-    checkpoint has an index; it then decides which file a tensor comes from. `gguf` is the parsed file, mapped until the
-    checkpoint is dropped, so that its long vocabulary is read once.
-    """
-
-    path: Path
-    format: str
-    config: ModelConfig
-    hf_config: Mapping[str, Any]
-    generation_config: Mapping[str, Any]
-    files: tuple[Path, ...]
-    index: Mapping[str, str] | None = field(default=None, repr=False)
-    gguf: GgufFile | None = field(default=None, repr=False)
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """Token ids that end an answer: those of the generation config, else of the config; may be empty."""
-        return _token_ids("eos_token_id", self.generation_config, self.hf_config)
-
-    @property
-    def bos_token_id(self) -> int | None:
-        """The token that begins a text, if the configs name one."""
-        ids = _token_ids("bos_token_id", self.generation_config, self.hf_config)
-        return ids[0] if ids else None
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """The dtype the config names, None when it names none that can be computed in."""
-        nested = self.hf_config.get("text_config") or {}
-        for values in (nested, self.hf_config):
-            name = values.get("dtype") or values.get("torch_dtype")
-            if isinstance(name, str):
-                return _DTYPES.get(name.removeprefix("torch."))
-        return None
-
-    @cached_property
-    def revision(self) -> str:
-        """`sha256:` + hex over name, size and digest of the config and of every weight file, in name order.
-
-        Reads all files on first use.
-        """
-        files = list(self.files)
-        if self.format == "safetensors":
-            files.append(self.path / "config.json")
-        total = hashlib.sha256()
-        for file in sorted(files, key=lambda file: file.name):
-            total.update(f"{file.name}\n{file.stat().st_size}\n{_digest(file)}\n".encode())
-        return f"sha256:{total.hexdigest()}"
-
-    def load_tokenizer(self) -> Tokenizer:
-        """Load the tokenizer that belongs to the weights."""
-        from openengine.core import tokenizer
-
-        if self.gguf is not None:
-            return tokenizer.tokenizer_from_gguf(self.gguf.metadata)
-        return tokenizer.load_tokenizer(self.path)
-
-    @contextmanager
-    def weights(self) -> Iterator[Mapping[str, WeightSource]]:
-        """Stored tensors by Hugging Face name, readable while the context is open."""
-        if self.gguf is not None:
-            from openengine.core.gguf_models import hf_tensors
-
-            yield {tensor.name: _GgufWeight(tensor) for tensor in hf_tensors(self.gguf)}
-            return
-        with ExitStack() as stack:
-            by_file = {file.name: stack.enter_context(SafetensorsFile(file)).tensors for file in self.files}
-            if self.index is None:
-                yield {name: tensor for tensors in by_file.values() for name, tensor in tensors.items()}
-                return
-            lost = [name for name, file in self.index.items() if name not in by_file[file]]
-            if lost:
-                raise InvalidArgument(f"{self.path / _INDEX} names tensors their files do not hold {_listed(lost)}")
-            yield {name: by_file[file][name] for name, file in self.index.items()}
-
-
-def open_checkpoint(path: str | Path, *, progress: bool = False) -> Checkpoint:
-    """Find a checkpoint and read its configuration: a directory, a `.gguf` file, or the id of a hub model.
-
-    An `org/name` that does not exist locally is fetched from the hub, with progress bars if `progress`.
-
-    Raises:
-        ModelNotFound: nothing exists there, or the hub has no such model or cannot be reached.
-        InvalidArgument: what is there is no checkpoint, or a file of it is malformed.
-        UnsupportedFeature: the format or the model is not supported.
-    """
-    if not str(path):
-        raise InvalidArgument("the model path is empty; give a directory, a .gguf file or a hub id")
-    try:
-        local = Path(path).expanduser()
-        exists = local.exists()
-    except (OSError, RuntimeError, ValueError) as exc:  # a name too long, an unknown user, a NUL
-        raise ModelNotFound(f"no model at {str(path)!r:.120}: {exc}") from exc
-    if not exists:
-        if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(path)):
-            raise ModelNotFound(
-                f"no model at {str(path)!r}: no such file or directory{_suggestion(local)}; give a directory with "
-                "config.json and weights, a .gguf file, or a hub id of the form org/name"
-            )
-        local = _download(str(path), progress)
-    if local.is_file():
-        if local.suffix == ".safetensors":
-            raise InvalidArgument(f"{local} holds weights alone; give its directory, {local.parent}, with config.json")
-        if local.suffix != ".gguf":
-            raise InvalidArgument(f"{local} is no model: give a .gguf file or a directory with config.json and weights")
-        return _open_gguf(local)
-    if not local.is_dir():
-        raise InvalidArgument(f"{local} is neither a regular file nor a directory")
-    return _open_directory(local)
 
 
 def load_model(
@@ -184,13 +40,17 @@ def load_model(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    backend: AttentionBackend,
+    backend: AttentionBackend | EncoderAttention,
     max_model_len: int | None = None,
     quantization: str | None = None,
     kernels: str = "auto",
+    as_embedder: bool = False,
     progress: Callable[[int, int], None] | None = None,
-) -> CausalLM:
+) -> Model:
     """Build the model and fill it; memory peaks near its final size.
+
+    The result is a `CausalLM` for a decoder's config, an `EncoderModel` for an encoder's, and `backend` the attention
+    of that kind. With `as_embedder` it has no head, whatever the config says, and a stored head is left out.
 
     `quantization` is None or "int8": weights are then quantized row by row as they are read. `kernels` is "torch", or
     anything else to use compiled kernels where they are there and serve.
@@ -203,9 +63,9 @@ def load_model(
             `max_model_len` exceeds the table of a model with learned positions.
         UnsupportedFeature: tensors are stored in a type that is not supported.
     """
-    config = checkpoint.config
-    if dtype not in _DTYPES.values():
-        raise UnsupportedFeature(f"dtype {dtype} is not supported; supported: {', '.join(_DTYPES)}")
+    config = replace(checkpoint.config, head_kind="none", num_labels=0) if as_embedder else checkpoint.config
+    if dtype not in DTYPES.values():
+        raise UnsupportedFeature(f"dtype {dtype} is not supported; supported: {', '.join(DTYPES)}")
     max_length = max_model_len or config.max_position_embeddings
     if not config.ropes and max_length > config.max_position_embeddings:
         raise InvalidArgument(
@@ -213,10 +73,9 @@ def load_model(
         )
     kind = model_class(config)
     with checkpoint.weights() as stored:
-        sources = _canonical_names(stored, kind)
+        sources = _canonical_names(stored, kind, (*kind.ignored(config), *(kind.HEADS if as_embedder else ())))
         tied = _is_tied(sources, kind, config)
-        if tied:
-            sources.pop(f"{kind.HEAD}.weight", None)
+        _place_head(sources, kind, tied)
         _check_size(checkpoint.path, sources, config)
         model = kind(
             config,
@@ -240,16 +99,21 @@ def load_model(
             if progress is not None:
                 progress(done, total)
     model.finish()
+    if isinstance(model, CausalLM) and NativeForward.serves(model):
+        model.native_forward = NativeForward(model)
     return model
 
 
-def _canonical_names(stored: Mapping[str, WeightSource], kind: type[CausalLM]) -> dict[str, WeightSource]:
-    """Sources by the model's own names: without the prefixes that wrappers add, and without derived tensors."""
-    ignored = re.compile("|".join(kind.IGNORED))
+def _canonical_names(
+    stored: Mapping[str, WeightSource], kind: type[Model], ignored: tuple[str, ...]
+) -> dict[str, WeightSource]:
+    """Sources by the model's own names: without the prefixes that wrappers add, and without what is not needed."""
     sources: dict[str, WeightSource] = {}
     for name, source in stored.items():
-        short = re.sub(r"^((model|transformer|language_model)\.)+", "", name)
-        if ignored.fullmatch(short):
+        short = re.sub(f"^{kind.PREFIX}", "", name)
+        for pattern, now in kind.RENAMED:
+            short = re.sub(pattern, now, short)
+        if any(re.fullmatch(pattern, short) for pattern in ignored):
             continue
         if short in sources:
             raise InvalidArgument(f"two tensors of the checkpoint stand for {short!r}; one of them is {name!r}")
@@ -257,8 +121,10 @@ def _canonical_names(stored: Mapping[str, WeightSource], kind: type[CausalLM]) -
     return sources
 
 
-def _is_tied(sources: Mapping[str, WeightSource], kind: type[CausalLM], config: ModelConfig) -> bool:
+def _is_tied(sources: Mapping[str, WeightSource], kind: type[Model], config: ModelConfig | EncoderConfig) -> bool:
     """Whether the head is the embedding: what is stored decides, the config's flag only warns."""
+    if config.head_kind not in ("causal_lm", "masked_lm"):
+        return False
     head, embed = sources.get(f"{kind.HEAD}.weight"), sources.get(f"{kind.EMBED}.weight")
     if head is None:
         if not config.tie_word_embeddings:
@@ -273,11 +139,21 @@ def _is_tied(sources: Mapping[str, WeightSource], kind: type[CausalLM], config: 
     return False
 
 
-def _check_size(path: Path, sources: Mapping[str, WeightSource], config: ModelConfig) -> None:
+def _place_head(sources: dict[str, WeightSource], kind: type[Model], tied: bool) -> None:
+    """Name the parts of the head over the vocabulary after the weight that holds them."""
+    head, shared = f"{kind.HEAD}.bias", kind.TIED_BIAS
+    # Of two biases, the head's own counts where it has a weight of its own, else the other.
+    order = (head, shared) if f"{kind.HEAD}.weight" in sources else (shared, head)
+    biases = [source for name in order if (source := sources.pop(name, None)) is not None]
+    if tied:
+        sources.pop(f"{kind.HEAD}.weight", None)
+    if biases:
+        sources[f"{kind.EMBED if tied else kind.HEAD}.bias"] = biases[0]
+
+
+def _check_size(path: Path, sources: Mapping[str, WeightSource], config: ModelConfig | EncoderConfig) -> None:
     """Refuse a config far larger than what is stored, before anything of that size is allocated."""
-    attention = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
-    per_layer = config.hidden_size * (attention + 2 * config.intermediate_size)
-    wanted = config.vocab_size * config.hidden_size + config.num_layers * per_layer
+    wanted = config.num_values
     stored = sum(math.prod(source.shape) for source in sources.values())
     if wanted > 2 * stored + (1 << 20):
         raise InvalidArgument(
@@ -288,191 +164,15 @@ def _check_size(path: Path, sources: Mapping[str, WeightSource], config: ModelCo
 def _check(path: Path, sources: Mapping[str, WeightSource], destinations: Mapping[str, Tensor | PackedPart]) -> None:
     problems = []
     if missing := [name for name in destinations if name not in sources]:
-        problems.append(f"missing {_listed(missing)}")
+        problems.append(f"missing {listed(missing)}")
     if unexpected := [name for name in sources if name not in destinations]:
-        problems.append(f"unexpected {_listed(unexpected)}")
+        problems.append(f"unexpected {listed(unexpected)}")
     wrong = [
         f"{name} {list(sources[name].shape)}, expected {list(tensor.shape)}"
         for name, tensor in destinations.items()
         if name in sources and tuple(sources[name].shape) != tuple(tensor.shape)
     ]
     if wrong:
-        problems.append(f"of another shape than the config says {_listed(wrong)}")
+        problems.append(f"of another shape than the config says {listed(wrong)}")
     if problems:
         raise InvalidArgument(f"the weights in {path} do not fit its config: {'; '.join(problems)}")
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:_LISTED])
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return f"({len(names)}): {shown}{more}"
-
-
-def _open_directory(path: Path) -> Checkpoint:
-    names = sorted(file.name for file in path.iterdir())
-    if "config.json" not in names:
-        models = [name for name in names if name.endswith(".gguf") and not _LATER_PART.search(name)]
-        if len(models) == 1:
-            return _open_gguf(path / models[0])
-        found = (
-            f"it holds {len(models)} GGUF files, name one of them"
-            if models
-            else ("a model directory has config.json, *.safetensors and a tokenizer")
-        )
-        raise InvalidArgument(f"{path} is no model directory: config.json is missing; {found}")
-    hf_config = _read_json(path / "config.json")
-    config = ModelConfig.from_hf(hf_config)
-    generation_config = _read_json(path / "generation_config.json") if "generation_config.json" in names else {}
-    index = _read_index(path) if _INDEX in names else None
-    files = sorted(set(index.values())) if index is not None else [_single_file(path, names)]
-    if absent := [name for name in files if name not in names]:
-        raise InvalidArgument(f"{path / _INDEX} names files that are not there: {_listed(absent)}")
-    return Checkpoint(
-        path=path,
-        format="safetensors",
-        config=config,
-        hf_config=hf_config,
-        generation_config=generation_config,
-        files=tuple(path / name for name in files),
-        index=index,
-    )
-
-
-def _single_file(path: Path, names: list[str]) -> str:
-    """The one weight file of a directory without an index."""
-    tensors = [name for name in names if name.endswith(".safetensors")]
-    if "model.safetensors" in tensors:
-        return "model.safetensors"
-    if tensors == ["consolidated.safetensors"]:
-        raise UnsupportedFeature(
-            f"{path} holds consolidated.safetensors, which has other tensor names; convert it to Hugging Face format"
-        )
-    if len(tensors) == 1:
-        return tensors[0]
-    if tensors:
-        raise InvalidArgument(f"{path} holds several weight files but no {_INDEX}: {_listed(tensors)}")
-    if pickles := [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]:
-        raise UnsupportedFeature(
-            f"{path} holds weights only as pickle files {_listed(pickles)}; convert them to safetensors "
-            "(transformers: `model.save_pretrained(directory)`)"
-        )
-    raise InvalidArgument(f"{path} holds no weights: model.safetensors, or shards with {_INDEX}, are missing")
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    weight_map = _read_json(path / _INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise InvalidArgument(f"{path / _INDEX} has no 'weight_map' of tensor names to files")
-    for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise InvalidArgument(f"{path / _INDEX} gives {file!r} for {name!r}, expected a file name in its directory")
-    return weight_map
-
-
-def _open_gguf(path: Path) -> Checkpoint:
-    from openengine.core.gguf import GgufFile
-    from openengine.core.gguf_models import generation_defaults, hf_config
-
-    file = GgufFile(path)
-    config = hf_config(file.metadata, file.tensors)
-    return Checkpoint(
-        path=path,
-        format="gguf",
-        config=ModelConfig.from_hf(config),
-        hf_config=config,
-        generation_config=generation_defaults(file.metadata),
-        files=tuple(file.paths),
-        gguf=file,
-    )
-
-
-class _GgufWeight:
-    """A GGUF tensor as a `WeightSource`: dequantized to float32, in place where it can be, else by ranges of rows."""
-
-    def __init__(self, tensor: HfTensor) -> None:
-        self._tensor = tensor
-        self.shape = tensor.shape
-
-    def holds_same(self, other: _GgufWeight) -> bool:
-        mine, theirs = self._tensor.source, other._tensor.source
-        return mine.type == theirs.type and np.array_equal(mine.data, theirs.data)
-
-    def copy_to(self, destination: Tensor) -> None:
-        direct = destination.dtype == torch.float32 and destination.is_contiguous()
-        if direct and destination.device.type == "cpu":
-            self._tensor.load(destination.numpy())
-        else:
-            for rows, values in self.chunks():
-                destination[rows].copy_(values)
-
-    def chunks(self) -> Iterator[tuple[slice, Tensor]]:
-        return ((rows, torch.from_numpy(values)) for rows, values in self._tensor.chunks(_CHUNK_VALUES))
-
-
-def _download(name: str, progress: bool) -> Path:
-    try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.utils import tqdm
-    except ImportError as exc:
-        raise UnsupportedFeature(
-            f"{name!r} does not exist here{_suggestion(Path(name))}, and fetching it from the hub needs the package "
-            'huggingface_hub: pip install "openengine-inference[hub]"'
-        ) from exc
-
-    class Bar(tqdm):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **{**kwargs, "disable": not progress})
-
-    wanted, unwanted = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"], ["*consolidated*", "original/*"]
-    try:
-        found = snapshot_download(name, allow_patterns=wanted, ignore_patterns=unwanted, tqdm_class=Bar)
-    except Exception as exc:  # the hub's client raises errors of several libraries; each means that there is no model
-        reason = " ".join(str(exc).split())
-        raise ModelNotFound(
-            f"{name!r} does not exist here{_suggestion(Path(name))}, and could not be fetched from the hub: {reason}"
-        ) from exc
-    return Path(found)
-
-
-def _suggestion(path: Path) -> str:
-    if not path.parent.is_dir():
-        return f"; {path.parent} does not exist either"
-    near = difflib.get_close_matches(path.name, [entry.name for entry in path.parent.iterdir()])
-    return f"; did you mean {', '.join(str(path.parent / name) for name in near)}?" if near else ""
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise InvalidArgument(f"{path} is no regular file")
-    try:
-        value = json.loads(path.read_bytes())
-    except OSError as exc:
-        raise InvalidArgument(f"{path} cannot be read: {exc}") from exc
-    except (ValueError, RecursionError) as exc:
-        raise InvalidArgument(f"{path} is not valid JSON: {exc}") from exc
-    if not isinstance(value, dict):
-        raise InvalidArgument(f"{path} holds {type(value).__name__}, expected an object")
-    return value
-
-
-def _token_ids(key: str, *configs: Mapping[str, Any]) -> tuple[int, ...]:
-    """The ids under `key` in the first config, or its text_config, that has them."""
-    for config in configs:
-        for values in (config, config.get("text_config") or {}):
-            value = values.get(key)
-            if value is None:
-                continue
-            ids = value if isinstance(value, list) else [value]
-            if not all(type(item) is int and item >= 0 for item in ids):
-                raise InvalidArgument(f"'{key}' is {value!r}, expected a token id or a list of them")
-            return tuple(ids)
-    return ()
-
-
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    buffer = memoryview(bytearray(1 << 20))
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-    return digest.hexdigest()

@@ -192,6 +192,15 @@ class NativeAttention:
         self._attend(byref(call))
         return out
 
+    def described(self, batch: ForwardBatch, windows: Sequence[int | None], num_heads: int) -> tuple[int, list[int], int]:
+        """Addresses of a prepared step: of its structure, of the plan of each window, and of the workspace."""
+        prepared: _Prepared = batch.scratch["native"]
+        for window in windows:
+            if window not in prepared.plans:
+                prepared.plans[window] = self._make_plan(prepared.step, num_heads, window)
+        plans = [addressof(prepared.plans[window][0]) for window in windows]
+        return addressof(prepared.step), plans, self._workspace.data_ptr()
+
     def _make_plan(self, step: _Step, num_heads: int, window: int | None) -> tuple[_Plan, Tensor]:
         step.num_heads = num_heads
         plan = _Plan(window=window or 0)

@@ -1,4 +1,4 @@
-"""`ForwardBatch`: the one contract between the scheduler's world and tensor code.
+"""`ForwardBatch` and `EncoderBatch`: the contracts between the scheduler's world and tensor code.
 
     tokens      |--- seq 0 ---|-- seq 1 --|- … -|   T tokens, no padding, decode rows first
     cu_seqlens_q 0             q0          …     T
@@ -17,7 +17,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from openengine.ops.kv_cache import KvCache
 
-__all__ = ["ForwardBatch"]
+__all__ = ["EncoderBatch", "ForwardBatch"]
 
 
 @dataclass(slots=True)
@@ -48,3 +48,26 @@ class ForwardBatch:
     @property
     def num_seqs(self) -> int:
         return len(self.query_lens)
+
+
+@dataclass(slots=True)
+class EncoderBatch:
+    """B whole items, T tokens, for a model in which every token of an item sees every other. No KV, no padding.
+
+    `lens` is a host copy. `scratch` is for the attention: what it prepares once per batch for all layers.
+    """
+
+    input_ids: Tensor  # i64[T]
+    positions: Tensor  # i64[T], from 0 within each item; what a model adds to them is its own business
+    token_types: Tensor | None  # i64[T], which text of a pair; None is 0 everywhere
+    cu_seqlens: Tensor  # i32[B+1]
+    lens: list[int]
+    scratch: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.input_ids.shape[0]
+
+    @property
+    def num_items(self) -> int:
+        return len(self.lens)

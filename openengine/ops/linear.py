@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from openengine.errors import UnsupportedFeature
+from openengine.ops.activation import ACTIVATIONS
 from openengine.ops.linear_native import NativeWeights
 from openengine.ops.native import NativeLibrary, native_library
 from openengine.ops.quantize import Int8Weights
@@ -41,7 +42,7 @@ class Weights(Protocol):
     @property
     def num_bytes(self) -> int: ...
 
-    def multiply(self, x: Tensor, dtype: torch.dtype) -> Tensor: ...
+    def multiply(self, x: Tensor, dtype: torch.dtype, activation: str | None = None) -> Tensor: ...
 
     def rows(self, ids: Tensor) -> Tensor: ...
 
@@ -113,11 +114,11 @@ class DenseWeights:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
             self._plain = weight if self.table else None
 
-    def multiply(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """x [T, in] -> x @ weights.T + bias, [T, out] in `dtype`."""
-        if self._packed is None:
-            return F.linear(x, self._plain, self.bias).to(dtype)
-        return _onednn_linear(x, self._packed, self.bias).to(dtype)
+    def multiply(self, x: Tensor, dtype: torch.dtype, activation: str | None = None) -> Tensor:
+        """x [T, in] -> activation(x @ weights.T + bias), [T, out] in `dtype`."""
+        plain = self._packed is None
+        y = F.linear(x, self._plain, self.bias) if plain else _onednn_linear(x, self._packed, self.bias)
+        return (y if activation is None else ACTIVATIONS[activation](y)).to(dtype)
 
     def rows(self, ids: Tensor) -> Tensor:
         """The weight's rows `ids` i64[n] as [n, in]."""
@@ -196,9 +197,9 @@ class Linear:
         """Memory the weight and what belongs to it take."""
         return self.weights.num_bytes
 
-    def __call__(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-        """x [T, in] -> [T, out], in `dtype` or x's."""
-        return self.weights.multiply(x, dtype or x.dtype)
+    def __call__(self, x: Tensor, *, dtype: torch.dtype | None = None, activation: str | None = None) -> Tensor:
+        """x [T, in] -> [T, out], in `dtype` or x's; `activation`, one of ops.activation's, is applied to the result."""
+        return self.weights.multiply(x, dtype or x.dtype, activation)
 
     def rows(self, ids: Tensor) -> Tensor:
         """The weight's rows `ids` i64[n], a fresh [n, in]: a head that is also the table of embeddings."""

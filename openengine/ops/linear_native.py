@@ -15,14 +15,16 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from openengine.ops.activation import NATIVE_ACTIVATIONS
 from openengine.ops.native import NativeLibrary
 from openengine.ops.quantize import INT8_RUN
 
-__all__ = ["NativeWeights"]
+__all__ = ["NO_ACTIVATION", "NativeWeights"]
 
 _PANEL, _GROUP_BYTES = 32, 4  # as csrc/linear.h has them
 _FLOATS = {torch.float32: 0, torch.bfloat16: 1}  # as `Kind` numbers them
 _INT8 = 2
+NO_ACTIVATION = -1
 
 _pointer, _i64, _i32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
@@ -46,7 +48,7 @@ class NativeWeights:
     `bias` is float32 [out], zeros until written, or None.
     """
 
-    __slots__ = ("_address", "_arrays", "_functions", "_layer", "bias", "dtype", "in_features", "int8", "out_features")
+    __slots__ = ("_arrays", "_functions", "_layer", "address", "bias", "dtype", "in_features", "int8", "out_features")
 
     kernels = "native"
 
@@ -77,7 +79,7 @@ class NativeWeights:
         self._arrays = (weights, scales, sums, biases)
         pointers = [tensor.data_ptr() for tensor in self._arrays]
         self._layer = _Layer(*pointers, out_features, in_features, _INT8 if int8 else _FLOATS[dtype])
-        self._address = ctypes.addressof(self._layer)
+        self.address = ctypes.addressof(self._layer)
         self._functions = _bind(library, level)
 
     @staticmethod
@@ -103,18 +105,18 @@ class NativeWeights:
         row_bytes = values.shape[1] * values.itemsize
         if self.int8:
             kind = _FLOATS[values.dtype]
-            quantize(self._address, values.data_ptr(), row_bytes, kind, first, values.shape[0])
+            quantize(self.address, values.data_ptr(), row_bytes, kind, first, values.shape[0])
         else:
-            pack(self._address, values.data_ptr(), row_bytes, first, values.shape[0])
+            pack(self.address, values.data_ptr(), row_bytes, first, values.shape[0])
 
-    def multiply(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """x [T, in] -> x @ weights.T + bias, [T, out] in `dtype`, float32 or bfloat16."""
+    def multiply(self, x: Tensor, dtype: torch.dtype, activation: str | None = None) -> Tensor:
+        """x [T, in] -> activation(x @ weights.T + bias), [T, out] in `dtype`, float32 or bfloat16."""
         if x.stride(1) != 1:
             x = x.contiguous()
         num_rows = x.shape[0]
         y = torch.empty(num_rows, self.out_features, dtype=dtype)
         self._functions[0](
-            self._address,
+            self.address,
             x.data_ptr(),
             x.stride(0) * x.itemsize,
             _FLOATS[x.dtype],
@@ -122,6 +124,7 @@ class NativeWeights:
             self.out_features * y.itemsize,
             _FLOATS[dtype],
             num_rows,
+            NO_ACTIVATION if activation is None else NATIVE_ACTIVATIONS[activation],
         )
         return y
 
@@ -130,7 +133,7 @@ class NativeWeights:
         ids = ids.contiguous()
         out = torch.empty(ids.shape[0], self.in_features, dtype=self.dtype)
         row_bytes = self.in_features * out.itemsize
-        self._functions[3](self._address, ids.data_ptr(), ids.shape[0], out.data_ptr(), row_bytes, _FLOATS[self.dtype])
+        self._functions[3](self.address, ids.data_ptr(), ids.shape[0], out.data_ptr(), row_bytes, _FLOATS[self.dtype])
         return out
 
     def dense(self) -> Tensor:
@@ -141,7 +144,7 @@ class NativeWeights:
 @cache
 def _bind(library: NativeLibrary, level: str | None) -> tuple[Callable[..., None], ...]:
     return (
-        library.function("linear", _pointer, _pointer, _i64, _i32, _pointer, _i64, _i32, _i64, level=level),
+        library.function("linear", _pointer, _pointer, _i64, _i32, _pointer, _i64, _i32, _i64, _i32, level=level),
         library.function("linear_pack", _pointer, _pointer, _i64, _i64, _i64, level=level),
         library.function("linear_quantize", _pointer, _pointer, _i64, _i32, _i64, _i64, level=level),
         library.function("linear_rows", _pointer, _pointer, _i64, _pointer, _i64, _i32, level=level),

@@ -67,17 +67,25 @@ class RmsNorm:
 
 
 class LayerNorm:
-    """Mean and variance norm with weight and bias."""
+    """Mean and variance norm with weight and bias; the bias stays zero if none is stored (`bias=False`)."""
 
-    __slots__ = ("_native", "bias", "eps", "name", "weight")
+    __slots__ = ("_native", "bias", "eps", "has_bias", "name", "weight")
 
     def __init__(
-        self, name: str, width: int, eps: float, *, device: torch.device, native: NativeLibrary | None = None
+        self,
+        name: str,
+        width: int,
+        eps: float,
+        *,
+        bias: bool = True,
+        device: torch.device,
+        native: NativeLibrary | None = None,
     ) -> None:
         self.name = name
         self.eps = eps
+        self.has_bias = bias
         self.weight = torch.empty(width, dtype=torch.float32, device=device)
-        self.bias = torch.empty(width, dtype=torch.float32, device=device)
+        self.bias = torch.zeros(width, dtype=torch.float32, device=device)
         self._native = native and _bind(native)
 
     @property
@@ -100,7 +108,8 @@ class LayerNorm:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The stored tensors as `(name, tensor)`."""
         yield f"{self.name}.weight", self.weight
-        yield f"{self.name}.bias", self.bias
+        if self.has_bias:
+            yield f"{self.name}.bias", self.bias
 
     def finish(self) -> None:
         """Nothing to derive from the stored values."""

@@ -15,6 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from openengine.ops.activation import ACTIVATIONS
+
 __all__ = ["INT8_RUN", "Int8Weights", "quantize_run", "quantize_weight"]
 
 INT8_RUN = 128  # inputs, as csrc/linear.h has it
@@ -81,8 +83,8 @@ class Int8Weights:
         for sums, q in zip(self._sums, self._q[rows].split(INT8_RUN, dim=1)):
             sums[rows] = q.sum(dim=1, dtype=torch.int32)
 
-    def multiply(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """x [T, in] -> x @ weights.T + bias, [T, out] in `dtype`."""
+    def multiply(self, x: Tensor, dtype: torch.dtype, activation: str | None = None) -> Tensor:
+        """x [T, in] -> activation(x @ weights.T + bias), [T, out] in `dtype`."""
         y = torch.zeros(x.shape[0], self.out_features)
         for run, weights, sums in zip(x.split(INT8_RUN, dim=1), self._q.split(INT8_RUN, dim=1), self._sums):
             q, scale, zero = quantize_run(run)
@@ -91,7 +93,9 @@ class Int8Weights:
             products = torch._int_mm(signed, weights.T) - (zero - 128)[:, None] * sums
             y += products * scale[:, None]
         y *= self._scales
-        return (y if self.bias is None else y.add_(self.bias)).to(dtype)
+        if self.bias is not None:
+            y += self.bias
+        return (y if activation is None else ACTIVATIONS[activation](y)).to(dtype)
 
     def rows(self, ids: Tensor) -> Tensor:
         """The weight's rows `ids` i64[n] as [n, in] in `dtype`."""

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from openengine.errors import UnsupportedFeature
+from openengine.ops.activation import ACTIVATIONS
 from openengine.ops.linear import DenseWeights, Linear, PackedPart, preferred_dtype
 from openengine.ops.linear_native import NativeWeights
 from openengine.ops.native import native_library
@@ -70,6 +71,32 @@ def test_native_products_err_at_most_twice_as_much_as_plain_pytorch(level, dtype
         plain = error(F.linear(x, weight, bias), exact)
         weights = packed(weight, bias, level=level)
         assert error(weights.multiply(x, dtype), exact) <= 2 * plain + 1e-6, (rows, inputs, outputs)
+
+
+@native
+@each_level
+@each_float
+@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
+def test_a_fused_activation_errs_at_most_twice_as_much_as_plain_pytorch(level, dtype, name):
+    for rows, inputs, outputs in shapes(4):
+        x, weight, bias = example(rows, inputs, outputs, dtype)
+        x /= inputs**0.5
+        exact = ACTIVATIONS[name](F.linear(x.double(), weight.double(), bias.double()))
+        plain = error(ACTIVATIONS[name](F.linear(x, weight, bias)), exact)
+        weights = packed(weight, bias, level=level)
+        assert error(weights.multiply(x, dtype, name), exact) <= 2 * plain + 1e-6, (rows, inputs, outputs)
+
+
+@native
+@each_float
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_new", "relu"])
+def test_every_form_of_a_weight_applies_the_activation(dtype, name):
+    x, weight, bias = example(9, 64, 40, dtype)
+    forms = [packed(weight, bias), packed(weight, bias, int8=True), DenseWeights(weight, bias)]
+    forms.append(filled(Int8Weights(40, 64, dtype=dtype, bias=True), weight, bias))
+    for weights in forms:
+        without = ACTIVATIONS[name](weights.multiply(x, torch.float32))
+        torch.testing.assert_close(weights.multiply(x, torch.float32, name), without, rtol=0.02, atol=0.02)
 
 
 @native

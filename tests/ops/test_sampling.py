@@ -250,25 +250,36 @@ def test_bitmask_allows_the_tokens_whose_bit_is_set():
     assert (torch.isfinite(logits).numpy() == allowed).all()
 
 
+def seen_tokens(*rows: dict[int, int]) -> sampling.SeenTokens:
+    """Tokens and how often each was generated, by row; the keys of a row begin at 1,000 times its number."""
+    sizes = np.array([len(row) for row in rows])
+    keys = [1000 * index + token for index, row in enumerate(rows) for token in row]
+    counts = np.array([count for row in rows for count in row.values()], np.int32)
+    return sampling.SeenTokens(np.array(keys), counts, 1000 * np.arange(len(rows)), np.cumsum(sizes) - sizes, sizes)
+
+
+def full(*values: float) -> np.ndarray:
+    return np.array(values, np.float32)
+
+
 def test_smp_07_penalties_equal_the_naive_ones():
     row = rough_logits(50)
     prompt, output = [1, 1, 2, 30], [2, 5, 5, 5, 49]
     logits = torch.from_numpy(np.stack([row, row]))
-    seen = sorted({*prompt, *output})
-    counts = np.array([output.count(token) for token in seen])
-    subtract = torch.from_numpy((counts * 0.3 + (counts > 0) * 0.7).astype(np.float32))
-    sampling.penalize_(logits, torch.tensor(seen) + 50, torch.full((len(seen),), 1.7), subtract)
+    seen = seen_tokens({}, {token: output.count(token) for token in sorted({*prompt, *output})})
+    sampling.penalize_(logits, seen, full(9, 1.7), full(9, 0.3), full(9, 0.7))
     expected = oracle_penalize(row, prompt, output, repetition=1.7, frequency=0.3, presence=0.7)
     assert (logits[0].numpy() == row).all()
     np.testing.assert_allclose(logits[1].numpy(), expected, rtol=1e-6)
 
 
 def test_penalties_keep_masked_tokens_masked_and_finite_ones_finite():
-    logits = torch.tensor([[-torch.inf, 5.0, -5.0, 0.0]])
-    flat = torch.arange(4)
-    sampling.penalize_(logits, flat, torch.full((4,), torch.finfo(torch.float32).tiny), torch.zeros(4))
-    sampling.penalize_(logits, flat, torch.full((4,), torch.finfo(torch.float32).max), torch.zeros(4))
-    assert torch.isfinite(logits).tolist() == [[False, True, True, True]]
+    logits = torch.tensor([[-torch.inf, 5.0, -5.0, 0.0, torch.inf]])
+    seen = seen_tokens(dict.fromkeys(range(5), 1))
+    for repetition in (torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max):
+        sampling.penalize_(logits, seen, full(repetition), full(0), full(0))
+    assert torch.isfinite(logits).tolist() == [[False, True, True, True, False]]
+    assert logits[0, 4] == torch.inf
 
 
 # ---- scores --------------------------------------------------------------------------------------

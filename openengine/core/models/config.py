@@ -11,12 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from openengine.core.models.architectures import Architecture, HeadKind, num_labels
 from openengine.core.models.fields import Fields
+from openengine.core.models.settings import read_activation, read_layer_types, read_rope, refuse_settings, whole_ratio
 from openengine.errors import InvalidArgument, UnsupportedFeature
-from openengine.ops.activation import ACTIVATIONS
-from openengine.ops.rope import ROPE_TYPES, RopeConfig
+from openengine.ops.rope import RopeConfig
 
-__all__ = ["ARCHITECTURES", "ModelConfig"]
+__all__ = ["ModelConfig"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +26,13 @@ class ModelConfig:
 
     `windows[i]` is the number of latest tokens, itself included, that a token of layer i attends to; None is all.
     `layer_ropes[i]` indexes `ropes`, which is empty for learned positions. `tie_word_embeddings` is what the
-    config says; what the checkpoint holds decides.
+    config says; what the checkpoint holds decides. `num_labels` is 0 unless the head is a classifier.
     """
 
     architecture: str
+    model_type: str  # names the family
+    head_kind: HeadKind
+    num_labels: int
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -61,28 +65,32 @@ class ModelConfig:
             InvalidArgument: a field is missing or has the wrong type or value.
         """
         values = _flatten(hf_config)
-        architecture = _architecture(values)
-        family = _FAMILIES[architecture]
+        architecture = Architecture.of(values)
+        family = _FAMILIES[architecture.model_type]
         values = {family.names.get(key, key): value for key, value in values.items()}
         fields = Fields({**family.defaults, **values})
-        _refuse_unsupported(fields, family)
+        refuse_settings(fields, _NEUTRAL, architecture.model_type)
+        _refuse_softcaps(fields, family, architecture.model_type)
 
         num_layers = fields.integer("num_hidden_layers")
         num_heads = fields.integer("num_attention_heads")
         hidden_size = fields.integer("hidden_size")
         num_kv_heads = fields.integer_or_none("num_key_value_heads") or num_heads
-        head_dim = fields.integer_or_none("head_dim") or _divide(fields, "hidden_size", "num_attention_heads")
+        head_dim = fields.integer_or_none("head_dim") or whole_ratio(fields, "hidden_size", "num_attention_heads")
         if num_heads % num_kv_heads:
             raise InvalidArgument(
                 f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
             )
-        layer_types = _layer_types(fields, num_layers)
+        layer_types = read_layer_types(fields, num_layers)
         windows = _windows(fields, family, layer_types, num_layers)
         ropes, layer_ropes = _ropes(fields, family, head_dim, windows)
         attention_bias = "attention_bias" in family.bias_keys and fields.flag("attention_bias", False)
         mlp_bias = "mlp_bias" in family.bias_keys and fields.flag("mlp_bias", False)
         return cls(
-            architecture=architecture,
+            architecture=architecture.name,
+            model_type=architecture.model_type,
+            head_kind=architecture.head_kind,
+            num_labels=num_labels(values) if architecture.head_kind.endswith("classification") else 0,
             vocab_size=fields.integer("vocab_size"),
             hidden_size=hidden_size,
             intermediate_size=fields.integer_or_none("intermediate_size") or _default_width(fields, family),
@@ -92,7 +100,7 @@ class ModelConfig:
             head_dim=head_dim,
             max_position_embeddings=fields.integer("max_position_embeddings"),
             norm_eps=fields.number("rms_norm_eps"),
-            activation=_activation(fields, family),
+            activation=read_activation(fields, family.activation_key, family.defaults[family.activation_key]),
             qkv_bias=family.qkv_bias or attention_bias,
             attention_output_bias=family.other_bias or attention_bias,
             mlp_bias=family.other_bias or mlp_bias,
@@ -107,12 +115,17 @@ class ModelConfig:
             tie_word_embeddings=fields.flag("tie_word_embeddings", False),
         )
 
+    @property
+    def num_values(self) -> int:
+        """How many weights it speaks of, roughly: those of the tables and of the layers' matrices."""
+        per_layer = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim + 2 * self.intermediate_size
+        return self.hidden_size * (self.vocab_size + self.num_labels + self.num_layers * per_layer)
+
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """One architecture: its config's other names, its defaults, and what its config does not spell out."""
+    """One model_type: its config's other names, its defaults, and what its config does not spell out."""
 
-    model_type: str
     defaults: dict[str, Any]
     names: Mapping[str, str] = field(default_factory=dict)
     activation_key: str = "hidden_act"
@@ -150,15 +163,12 @@ _GEMMA = {
 }
 
 _FAMILIES: dict[str, _Family] = {
-    "LlamaForCausalLM": _Family("llama", _LLAMA, bias_keys=("attention_bias", "mlp_bias")),
-    "Qwen2ForCausalLM": _Family("qwen2", _QWEN, window_rule="upper", qkv_bias=True),
-    "Qwen3ForCausalLM": _Family(
-        "qwen3", {**_QWEN, "head_dim": 128}, window_rule="upper", bias_keys=("attention_bias",), qk_norm=True
-    ),
-    "MistralForCausalLM": _Family("mistral", _MISTRAL, window_rule="all"),
-    "MinistralForCausalLM": _Family("ministral", _MISTRAL, window_rule="all"),
-    "Gemma2ForCausalLM": _Family(
-        "gemma2",
+    "llama": _Family(_LLAMA, bias_keys=("attention_bias", "mlp_bias")),
+    "qwen2": _Family(_QWEN, window_rule="upper", qkv_bias=True),
+    "qwen3": _Family({**_QWEN, "head_dim": 128}, window_rule="upper", bias_keys=("attention_bias",), qk_norm=True),
+    "mistral": _Family(_MISTRAL, window_rule="all"),
+    "ministral": _Family(_MISTRAL, window_rule="all"),
+    "gemma2": _Family(
         {**_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window_pattern": 2},
         activation_key="hidden_activation",
         bias_keys=("attention_bias",),
@@ -166,8 +176,7 @@ _FAMILIES: dict[str, _Family] = {
         is_gemma=True,
         softcaps=("attn_logit_softcapping", "final_logit_softcapping"),
     ),
-    "Gemma3ForCausalLM": _Family(
-        "gemma3_text",
+    "gemma3_text": _Family(
         {**_GEMMA, "max_position_embeddings": 131072, "rope_theta": 1e6, "sliding_window_pattern": 6},
         activation_key="hidden_activation",
         bias_keys=("attention_bias",),
@@ -177,8 +186,7 @@ _FAMILIES: dict[str, _Family] = {
         local_theta=10000.0,
         softcaps=("final_logit_softcapping",),
     ),
-    "GPT2LMHeadModel": _Family(
-        "gpt2",
+    "gpt2": _Family(
         {
             "max_position_embeddings": 1024,
             "rms_norm_eps": 1e-5,
@@ -201,8 +209,6 @@ _FAMILIES: dict[str, _Family] = {
     ),
 }
 
-ARCHITECTURES = tuple(_FAMILIES)
-
 # Settings of other models, or of rarely used variants, with the values that leave the computation as it is here.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
@@ -214,6 +220,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "clip_qkv": (),
     "compression_config": (),
     "embedding_multiplier": (1,),
+    "is_causal": (True,),
     "is_encoder_decoder": (False,),
     "kv_lora_rank": (),
     "logit_scale": (1,),
@@ -252,67 +259,16 @@ def _flatten(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     return {**outer, **nested, "architectures": outer.get("architectures") or nested.get("architectures")}
 
 
-def _architecture(values: Mapping[str, Any]) -> str:
-    names = values.get("architectures")
-    if not names:
-        model_type = values.get("model_type")
-        names = [name for name, family in _FAMILIES.items() if family.model_type == model_type]
-        if not names:
-            raise UnsupportedFeature(
-                f"config names no architecture, and model_type {model_type!r} is not supported; "
-                f"supported architectures: {', '.join(ARCHITECTURES)}"
-            )
-    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
-        raise InvalidArgument(f"config: 'architectures' is {names!r}, expected a list of names")
-    for name in names:
-        if name in _FAMILIES:
-            return name
-    raise UnsupportedFeature(f"architecture {', '.join(names)} is not supported; supported: {', '.join(ARCHITECTURES)}")
-
-
-def _refuse_unsupported(fields: Fields, family: _Family) -> None:
-    for name, neutral in _NEUTRAL.items():
-        value = fields.values.get(name)
-        if value is not None and value not in neutral:
-            what = f"{value.get('quant_method', value)!r}" if isinstance(value, Mapping) else repr(value)
-            raise UnsupportedFeature(f"config: '{name}' {what} is not implemented for {family.model_type}")
+def _refuse_softcaps(fields: Fields, family: _Family, model_type: str) -> None:
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if fields.values.get(name) is not None and name not in family.softcaps:
-            raise UnsupportedFeature(f"config: '{name}' is not implemented for {family.model_type}")
-
-
-def _divide(fields: Fields, name: str, by: str) -> int:
-    value, divisor = fields.integer(name), fields.integer(by)
-    if value % divisor:
-        raise InvalidArgument(f"{name} {value} is not a multiple of {by} {divisor}, and 'head_dim' is absent")
-    return value // divisor
+            raise UnsupportedFeature(f"config: '{name}' is not implemented for {model_type}")
 
 
 def _default_width(fields: Fields, family: _Family) -> int:
     if family.has_rope:
         return fields.integer("intermediate_size")
     return 4 * fields.integer("hidden_size")
-
-
-def _activation(fields: Fields, family: _Family) -> str:
-    name = fields.text_or_none(family.activation_key) or family.defaults[family.activation_key]
-    if name not in ACTIVATIONS:
-        raise UnsupportedFeature(f"activation {name!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
-    return name
-
-
-def _layer_types(fields: Fields, num_layers: int) -> list[str] | None:
-    types = fields.values.get("layer_types")
-    if types is None:
-        return None
-    if not isinstance(types, (list, tuple)) or len(types) != num_layers:
-        raise InvalidArgument(f"config: 'layer_types' is {types!r}, expected one name for each of {num_layers} layers")
-    for name in types:
-        if name not in ("full_attention", "sliding_attention"):
-            raise UnsupportedFeature(
-                f"layer type {name!r} is not supported; supported: full_attention, sliding_attention"
-            )
-    return list(types)
 
 
 def _windows(fields: Fields, family: _Family, layer_types: list[str] | None, num_layers: int) -> tuple[int | None, ...]:
@@ -358,79 +314,9 @@ def _ropes(
             raise UnsupportedFeature("layers without rotary positions (rope parameters of null) are not implemented")
         scaling, local = scaling.get("full_attention") or {}, scaling.get("sliding_attention") or {}
     elif family.local_theta is None:
-        return (_rope(fields, scaling, head_dim),), (0,) * len(windows)
+        return (read_rope(fields, scaling, head_dim),), (0,) * len(windows)
     local_theta = fields.number_or_none("rope_local_base_freq") or family.local_theta
     if local_theta is not None:
         local = {"rope_theta": local_theta, **local}
-    ropes = (_rope(fields, scaling, head_dim), _rope(fields, local, head_dim))
+    ropes = (read_rope(fields, scaling, head_dim), read_rope(fields, local, head_dim))
     return ropes, tuple(0 if window is None else 1 for window in windows)
-
-
-_ROPE_KEYS = {
-    "attention_factor",
-    "beta_fast",
-    "beta_slow",
-    "factor",
-    "finetuned",  # of the original YaRN checkpoints: a remark
-    "high_freq_factor",
-    "long_factor",
-    "low_freq_factor",
-    "mscale",
-    "mscale_all_dim",
-    "original_max_position_embeddings",
-    "partial_rotary_factor",
-    "rope_theta",
-    "rope_type",
-    "short_factor",
-    "truncate",
-    "type",
-}
-_ROPE_ALIASES = {"su": "longrope"}  # the first Phi-3 configs' name
-
-
-def _rope(fields: Fields, parameters: Mapping[str, Any], head_dim: int) -> RopeConfig:
-    """One rotary embedding; keys of `parameters` go before those of the config itself."""
-    unknown = sorted(set(parameters) - _ROPE_KEYS)
-    if unknown:
-        raise UnsupportedFeature(f"rope parameter {', '.join(map(repr, unknown))} is not implemented")
-    named = Fields(parameters, where="config: rope parameters")
-    kind = named.text_or_none("rope_type") or named.text_or_none("type") or "default"
-    kind = _ROPE_ALIASES.get(kind, kind)
-    if kind not in ROPE_TYPES:
-        raise UnsupportedFeature(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
-    outer = {name: fields.values.get(name) for name in ("rope_theta", "partial_rotary_factor")}
-    rope = Fields({**outer, **parameters}, where=f"config: rope parameters of type {kind}")
-
-    length = fields.integer("max_position_embeddings")
-    original = (
-        fields.integer_or_none("original_max_position_embeddings")
-        or rope.integer_or_none("original_max_position_embeddings")
-        or length
-    )
-    factor = rope.number_or_none("factor")
-    if factor is None:
-        factor = length / original if kind in ("yarn", "longrope") else 1.0
-        if kind in ("linear", "dynamic", "llama3"):
-            rope.number("factor")
-    rotary_dim = int(head_dim * (rope.number_or_none("partial_rotary_factor") or 1.0))
-    if rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
-        raise InvalidArgument(f"rotary dimension {rotary_dim} of head_dim {head_dim} must be even, from 2 to head_dim")
-    is_longrope, is_llama3 = kind == "longrope", kind == "llama3"
-    return RopeConfig(
-        type=kind,
-        theta=rope.number("rope_theta"),
-        rotary_dim=rotary_dim,
-        max_position_embeddings=length,
-        original_max_position_embeddings=original,
-        factor=factor,
-        attention_factor=rope.number_or_none("attention_factor"),
-        beta_fast=rope.number_or_none("beta_fast") or 32.0,
-        beta_slow=rope.number_or_none("beta_slow") or 1.0,
-        mscale=rope.number_or_none("mscale"),
-        mscale_all_dim=rope.number_or_none("mscale_all_dim"),
-        truncate=rope.flag("truncate", True),
-        low_freq_factor=rope.number("low_freq_factor") if is_llama3 else 1.0,
-        high_freq_factor=rope.number("high_freq_factor") if is_llama3 else 4.0,
-        short_factor=rope.numbers("short_factor", rotary_dim // 2) if is_longrope else (),
-        long_factor=rope.numbers("long_factor", rotary_dim // 2) if is_longrope else (),
-    )

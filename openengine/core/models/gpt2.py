@@ -15,7 +15,8 @@ class GPT2LMHeadModel(CausalLM):
     """Pre-norm decoder; one stored tensor holds q, k and v."""
 
     IGNORED = (r"h\.\d+\.attn\.(bias|masked_bias)",)  # the causal mask and its fill value
-    EMBED, NORM = "wte", "ln_f"
+    HEADS = (*CausalLM.HEADS, r"classifier\..*")
+    EMBED, NORM, TOKEN_CLASSIFIER = "wte", "ln_f", "classifier"
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -31,7 +32,7 @@ class GPT2LMHeadModel(CausalLM):
             attention=Attention(
                 index,
                 self.config,
-                self._backend,
+                self.backend,
                 qkv=self._linear(width, {f"{prefix}.attn.c_attn": 3 * width}, bias=True, transposed=True),
                 out=self._linear(width, {f"{prefix}.attn.c_proj": width}, bias=True, transposed=True),
             ),

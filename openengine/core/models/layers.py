@@ -9,23 +9,24 @@ norm. Families subclass `CausalLM` and say what a layer consists of; weights are
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from openengine.core.models.config import ModelConfig
-from openengine.ops.activation import ACTIVATIONS, Gated
+from openengine.core.models.model import Model
+from openengine.ops.activation import Gated
 from openengine.ops.batch import ForwardBatch
-from openengine.ops.embedding import Embedding
-from openengine.ops.linear import Linear, PackedPart
+from openengine.ops.linear import Linear
 from openengine.ops.native import NativeLibrary
 from openengine.ops.norm import HeadNorm, LayerNorm, RmsNorm
 from openengine.ops.rope import Rope
 
 if TYPE_CHECKING:
+    from openengine.core.models.native_forward import NativeForward
     from openengine.ops.attention import AttentionBackend
 
 __all__ = ["Attention", "CausalLM", "DecoderLayer", "GatedMlp", "Mlp"]
@@ -91,10 +92,10 @@ class Mlp:
     def __init__(self, up: Linear, down: Linear, activation: str) -> None:
         self.up = up
         self.down = down
-        self.activation = ACTIVATIONS[activation]
+        self.activation = activation
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self.activation(self.up(x)))
+        return self.down(self.up(x, activation=self.activation))
 
 
 @dataclass(slots=True)
@@ -131,22 +132,17 @@ class DecoderLayer:
         return residual, branch
 
 
-_Module = TypeVar("_Module", Linear, Embedding, RmsNorm, LayerNorm, HeadNorm)
-
-
-class CausalLM:
-    """A decoder with a head over the vocabulary.
-
-    Weights are allocated here, uninitialized, and filled through `tensors`; then `finish` is called once. Names are
-    those of Hugging Face checkpoints without the leading `model.` or `transformer.`.
+class CausalLM(Model):
+    """A decoder with a head over the vocabulary, or with another head or none where its config says so.
 
     `max_length` is the greatest sequence length in tokens that will be run; see `ops.rope` for what depends on it.
-    With `tied`, the head is also the table of token embeddings. `quantization` is that of every matrix product;
-    `native` holds compiled kernels to use where they serve.
+    With `tied`, the head is also the table of token embeddings.
     """
 
-    IGNORED: tuple[str, ...] = (r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)",)  # stored but derived
-    EMBED, NORM, HEAD = "embed_tokens", "norm", "lm_head"
+    IGNORED = (r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)",)  # stored but derived
+    HEADS = (r"lm_head\..*", r"score\..*")
+    NORM, TOKEN_CLASSIFIER = "norm", "score"
+    config: ModelConfig
 
     def __init__(
         self,
@@ -160,26 +156,26 @@ class CausalLM:
         quantization: str | None = None,
         native: NativeLibrary | None = None,
     ) -> None:
-        self.config = config
-        self.windows = config.windows
-        self.dtype = dtype
-        self.device = device
-        self.quantization = quantization
-        self._native = native
-        self._backend = backend
-        self._modules: list[Linear | Embedding | RmsNorm | LayerNorm | HeadNorm] = []
+        super().__init__(config, dtype=dtype, device=device, quantization=quantization, native=native)
+        self.backend = backend
+        self.native_forward: NativeForward | None = None  # all layers in one call, where every part has a kernel
         self._ropes = [Rope(rope, max_length, device=device) for rope in config.ropes]
         # Checkpoints multiply in the model's dtype, so the factor is rounded to it first.
         self._embed_scale = config.embed_scale and torch.tensor(config.embed_scale, dtype=dtype).item()
-        self.head = self._linear(config.hidden_size, {self.EMBED if tied else self.HEAD: config.vocab_size}, table=tied)
-        self.embed = self.head.rows if tied else self._embedding(self.EMBED, config.vocab_size)
+        self.embed = self._tables(tied=tied, head=self.head_kind == "causal_lm")
         self.layers = [self._layer(index) for index in range(config.num_layers)]
         self.norm = self._norm(self.NORM)
+        if self.head_kind == "sequence_classification":
+            self.task_head = self._classifier("score", pooling="last", bias=False)
+        elif self.head_kind == "token_classification":
+            self.task_head = self._classifier(self.TOKEN_CLASSIFIER, pooling=None)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Run the tokens; the final norm's output at `batch.logits_rows`, [R, D]."""
         residual, branch = self._embed(batch), None
         angles = [rope.angles(batch.positions) for rope in self._ropes]
+        if self.native_forward is not None:
+            return self.native_forward(batch, residual, angles)
         rows = None if batch.logits_rows.shape[0] == batch.num_tokens else batch.logits_rows
         for layer in self.layers[:-1]:
             residual, branch = layer(residual, branch, batch, angles, None)
@@ -187,39 +183,12 @@ class CausalLM:
         return self.norm.add(residual, branch)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, D] -> float32 [R, V], soft-capped where the model says so."""
+        """hidden [R, D] -> float32 [R, V], soft-capped where the model says so. For `head_kind` "causal_lm"."""
+        assert self.head is not None, "a model without a head over the vocabulary has no logits"
         logits = self.head(hidden, dtype=torch.float32)
         if self.config.final_softcap is not None:
             logits.div_(self.config.final_softcap).tanh_().mul_(self.config.final_softcap)
         return logits
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory the weights take."""
-        return sum(module.num_bytes for module in self._modules)
-
-    @property
-    def matrix_kernels(self) -> str:
-        """What multiplies: "native", "onednn" or "torch"."""
-        return ", ".join(sorted({linear.weights.kernels for linear in self.linears()}))
-
-    def tensors(self) -> Iterator[tuple[str, Tensor | PackedPart]]:
-        """Every stored tensor as `(name, view)`; a view has the stored shape, and writing it sets the weight.
-
-        After `finish` they are there to be read.
-        """
-        for module in self._modules:
-            yield from module.tensors()
-
-    def linears(self) -> Iterator[Linear]:
-        """Every matrix product, the head last."""
-        yield from (module for module in self._modules if isinstance(module, Linear) and module is not self.head)
-        yield self.head
-
-    def finish(self) -> None:
-        """Derive what depends on the stored values; call once, after all are in."""
-        for module in self._modules:
-            module.finish()
 
     def _layer(self, index: int) -> DecoderLayer:
         raise NotImplementedError
@@ -238,7 +207,7 @@ class CausalLM:
         return Attention(
             index,
             config,
-            self._backend,
+            self.backend,
             qkv=self._linear(config.hidden_size, parts, bias=config.qkv_bias),
             out=self._linear(q_rows, {f"{prefix}.o_proj": config.hidden_size}, bias=config.attention_output_bias),
             norm=norm,
@@ -261,41 +230,3 @@ class CausalLM:
         return self._add(
             HeadNorm(parts, config.head_dim, config.norm_eps, offset=offset, device=self.device, native=self._native)
         )
-
-    def _rms_norm(self, name: str, *, offset: float = 0.0) -> RmsNorm:
-        width, eps = self.config.hidden_size, self.config.norm_eps
-        return self._add(RmsNorm(name, width, eps, offset=offset, device=self.device, native=self._native))
-
-    def _layer_norm(self, name: str) -> LayerNorm:
-        width, eps = self.config.hidden_size, self.config.norm_eps
-        return self._add(LayerNorm(name, width, eps, device=self.device, native=self._native))
-
-    def _embedding(self, name: str, rows: int) -> Embedding:
-        return self._add(Embedding(name, rows, self.config.hidden_size, dtype=self.dtype, device=self.device))
-
-    def _linear(
-        self,
-        in_features: int,
-        parts: Mapping[str, int],
-        *,
-        bias: bool = False,
-        transposed: bool = False,
-        table: bool = False,
-    ) -> Linear:
-        return self._add(
-            Linear.empty(
-                in_features,
-                parts,
-                bias=bias,
-                transposed=transposed,
-                table=table,
-                dtype=self.dtype,
-                device=self.device,
-                quantization=self.quantization,
-                native=self._native,
-            )
-        )
-
-    def _add(self, module: _Module) -> _Module:
-        self._modules.append(module)
-        return module

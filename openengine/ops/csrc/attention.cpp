@@ -19,7 +19,6 @@ constexpr int ROWS = 96;            // of an item, at most
 constexpr int PREFILL_CHUNK = 256;  // keys, so that a chunk's keys and values stay close to the core
 constexpr int SMALL = 16384;        // products below which waking the threads costs more than they save
 
-OE_INLINE int up_to(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 OE_INLINE int group_of(const AttentionStep& step) { return step.num_heads / step.num_kv_heads; }
 OE_INLINE int tokens_of_items(const AttentionStep& step) { return max_of(1, ROWS / group_of(step)); }
 OE_INLINE int rows_of_items(const AttentionStep& step) { return tokens_of_items(step) * group_of(step); }
@@ -228,24 +227,26 @@ static void merge_partials(const AttentionLayer& layer, const AttentionMerge& me
 }
 
 template <class T>
-static void run(const AttentionLayer& layer) {
+static void run(Team& team, const AttentionLayer& layer, int* taken) {
     const AttentionStep& step = *layer.step;
     const AttentionPlan& plan = *layer.plan;
     char* workspace = (char*)layer.workspace;
+    char* scratch = workspace + plan.scratch_bytes * team.thread;
     float* partials = (float*)(workspace + plan.scratch_bytes * step.num_threads);
-#pragma omp parallel num_threads(step.num_threads) if (!plan.is_small)
-    {
-        char* scratch = workspace + plan.scratch_bytes * omp_get_thread_num();
-#pragma omp for schedule(static)
-        for (int token = 0; token < step.num_tokens; token++)
-            for (int head = 0; head < step.num_kv_heads; head++) write_token<T>(layer, token, head);
-#pragma omp for schedule(dynamic, plan.num_together)
-        for (int i = 0; i < plan.num_items; i++) attend_item<T>(layer, i, scratch, partials);
-        if (plan.num_merges) {
-#pragma omp for schedule(static)
-            for (int i = 0; i < plan.num_merges; i++) merge_partials<T>(layer, plan.merges[i], partials);
-        }
+    const int64_t heads = int64_t(step.num_tokens) * step.num_kv_heads;
+    for (int64_t i = team.first(heads); i < team.last(heads); i++)
+        write_token<T>(layer, int(i / step.num_kv_heads), int(i % step.num_kv_heads));
+    team.wait();
+    for (;;) {
+        const int first = __atomic_fetch_add(taken, plan.num_together, __ATOMIC_RELAXED);
+        if (first >= plan.num_items) break;
+        for (int i = first; i < min_of(first + plan.num_together, plan.num_items); i++)
+            attend_item<T>(layer, i, scratch, partials);
     }
+    if (!plan.num_merges) return;
+    team.wait();
+    for (int64_t i = team.first(plan.num_merges); i < team.last(plan.num_merges); i++)
+        merge_partials<T>(layer, plan.merges[i], partials);
 }
 
 }  // namespace
@@ -290,7 +291,15 @@ OE_EXPORT(attention_plan)(const AttentionStep* batch, AttentionPlan* plan) {
     plan->partial_bytes = partial_floats(step) * sizeof(float);
 }
 
+OE_SHARED(share_attention)(Team& team, const AttentionLayer& layer, int* taken) {
+    if (layer.step->is_bfloat16) run<Bfloat16>(team, layer, taken);
+    else run<Float32>(team, layer, taken);
+}
+
 // Rotate, write a layer's keys and values to the cache, and attend.
 OE_EXPORT(attention)(const AttentionLayer* layer) {
-    layer->step->is_bfloat16 ? run<Bfloat16>(*layer) : run<Float32>(*layer);
+    int taken = 0;
+    together(
+        layer->plan->is_small ? 1 : layer->step->num_threads,
+        [layer, &taken](Team& team) { OE_SHARE(share_attention)(team, *layer, &taken); });
 }

@@ -3,7 +3,7 @@
 #ifndef OE_ATTENTION_H
 #define OE_ATTENTION_H
 
-#include "common.h"
+#include "team.h"
 
 // One step's batch, the same for all layers.
 struct AttentionStep {
@@ -47,5 +47,8 @@ struct AttentionLayer {
     int32_t q_stride, k_stride, v_stride, rotary_dim;
     float scale, softcap;  // softcap 0: none
 };
+
+// `taken` is zero before the first thread comes: how many items have been taken.
+OE_SHARED(share_attention)(Team& team, const AttentionLayer& layer, int* taken);
 
 #endif

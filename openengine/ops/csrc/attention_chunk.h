@@ -18,10 +18,6 @@ constexpr int R_MAX = LANES == 16 ? 8 : 4, MAX_SUMS = LANES == 16 ? 16 : 8;
 // Elements between rows of the workspace: constants, so that all rows have one base, and no power of two, so that they
 // do not compete for the same lines of the cache.
 constexpr int Q_STRIDE = HEAD_DIM_MAX + 16, P_STRIDE = CHUNK_MAX + 16;
-constexpr float LOG2_E = 1.44269504f;
-
-OE_INLINE int min_of(int a, int b) { return a < b ? a : b; }
-OE_INLINE int max_of(int a, int b) { return a > b ? a : b; }
 
 // ---- the two cache types: how a unit is multiplied ----
 
@@ -155,21 +151,6 @@ OE_INLINE void merge(const State& state, int row, int rows, vf new_max, vf new_s
     const vi valid = iota() < rows;
     store(state.max + row, valid ? both : old_max);
     store(state.sum + row, valid ? old_sum * keep + new_sum * add : old_sum);
-}
-
-// 2^x for x <= 0. Rough where the result is rounded to bfloat16 anyway.
-template <bool ROUGH>
-OE_INLINE vf exp2_below_one(vf x) {
-#if OE_LANES == 16
-    vf bounded = larger(splat(-1000.0f), x);
-    vf n = bits_as<vf>(_mm512_roundscale_ps(bits_as<__m512>(bounded), 0));
-    vf p = ROUGH ? exp2_fraction_rough(bounded - n) : exp2_fraction(bounded - n);
-    return bits_as<vf>(_mm512_scalef_ps(bits_as<__m512>(p), bits_as<__m512>(n)));
-#else
-    vf shifted = x + ROUND;
-    vf e = scaled_exp2(shifted, x - (shifted - ROUND));
-    return x < splat(-126.0f) ? vf{} : e;
-#endif
 }
 
 // Hide the scores of one row outside [first, last) of [0, width).

@@ -26,7 +26,7 @@ static inline int omp_get_max_threads() { return 1; }
 #endif
 
 // Raise together with INTERFACE in native.py whenever the arguments of any exported function change.
-#define OE_INTERFACE 2
+#define OE_INTERFACE 6
 
 #ifdef OE_LEVEL
 #define OE_JOIN_(name, level) oe_##name##_##level
@@ -77,6 +77,9 @@ OE_INLINE void store_as(void* to, V v) {
     memcpy(to, &v, sizeof(v));
 }
 
+OE_INLINE int min_of(int a, int b) { return a < b ? a : b; }
+OE_INLINE int max_of(int a, int b) { return a > b ? a : b; }
+OE_INLINE int up_to(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 OE_INLINE vf splat(float x) { return vf{} + x; }
 OE_INLINE vu splat_bits(uint32_t x) { return vu{} + x; }
 OE_INLINE vi iota() {
@@ -160,6 +163,8 @@ OE_INLINE float max_of(vf v) {
 
 // ---- 2^x and e^x ----
 
+constexpr float LOG2_E = 1.44269504f;
+
 // 2^f for f in [-0.5, 0.5]: minimax fits with the constant term 1, with relative errors of 1e-7 and 1e-4.
 OE_INLINE vf exp2_fraction(vf f) {
     vf p = splat(1.32647272e-3f);
@@ -199,11 +204,25 @@ OE_INLINE vf exp2_of(vf x) {
 
 // e^x; what would be subnormal is 0.
 OE_INLINE vf exp_of(vf x) {
-    const float log2_e = 1.44269504f;
-    vf shifted = x * log2_e + ROUND;
+    vf shifted = x * LOG2_E + ROUND;
     vf n = shifted - ROUND;
     vf rest = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts; the first product is exact
-    return within(scaled_exp2(shifted, rest * log2_e), x, -87.33f, 88.37f);
+    return within(scaled_exp2(shifted, rest * LOG2_E), x, -87.33f, 88.37f);
+}
+
+// 2^x for x <= 0. Rough where the result is rounded to bfloat16 anyway.
+template <bool ROUGH>
+OE_INLINE vf exp2_below_one(vf x) {
+#if OE_LANES == 16
+    vf bounded = larger(splat(-1000.0f), x);
+    vf n = bits_as<vf>(_mm512_roundscale_ps(bits_as<__m512>(bounded), 0));
+    vf p = ROUGH ? exp2_fraction_rough(bounded - n) : exp2_fraction(bounded - n);
+    return bits_as<vf>(_mm512_scalef_ps(bits_as<__m512>(p), bits_as<__m512>(n)));
+#else
+    vf shifted = x + ROUND;
+    vf e = scaled_exp2(shifted, x - (shifted - ROUND));
+    return x < splat(-126.0f) ? vf{} : e;
+#endif
 }
 
 }  // namespace

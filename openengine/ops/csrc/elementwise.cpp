@@ -1,12 +1,13 @@
 // What stands between matrix products: residual addition with normalization, and gated activation. Computed in
 // float32, rounded once when stored. Each row on its own: a result does not depend on the rows beside it.
 
+#include "activation.h"
+#include "elementwise.h"
 #include "rows.h"
 
 namespace {
 
 enum Kind : int32_t { FLOAT32 = 0, BFLOAT16 = 1 };
-enum Activation : int32_t { SILU = 0, GELU_TANH = 1, GELU = 2, RELU = 3 };
 
 constexpr int64_t SMALL = 16384;  // items: below, starting threads costs more than they save
 
@@ -48,89 +49,61 @@ void norm_row(
 }
 
 template <class T>
-void norm(
-    char* x, int64_t x_bytes, const char* delta, int64_t delta_bytes, const float* weight, const float* bias, char* y,
-    int64_t rows, int64_t heads, int64_t n, float eps, bool centered) {
-#pragma omp parallel for schedule(static) if (rows * heads * n >= SMALL)
-    for (int64_t row = 0; row < rows; row++)
-        for (int64_t head = 0; head < heads; head++)
+void norm(const Team& team, const NormCall& c) {
+    for (int64_t row = team.first(c.rows); row < team.last(c.rows); row++)
+        for (int64_t head = 0; head < c.heads; head++)
             norm_row(
-                reinterpret_cast<T*>(x + row * x_bytes) + head * n,
-                delta ? reinterpret_cast<const T*>(delta + row * delta_bytes) : nullptr, weight + head * n, bias,
-                reinterpret_cast<T*>(y) + (row * heads + head) * n, n, eps, centered);
-}
-
-// The error function's complement on [0, inf) is t P(t) exp(-x^2) with t = 1 / (1 + x / 2); P is a minimax fit
-// with a relative error below 3e-8.
-OE_INLINE vf normal_cdf(vf x) {
-    const vf z = (x < 0.0f ? -x : x) * 0.70710678f;
-    const vf t = 1.0f / (1.0f + 0.5f * z);
-    vf p = splat(0.0069349241f);
-    p = p * t + -0.095093846f;
-    p = p * t + 0.36505491f;
-    p = p * t + -0.58834904f;
-    p = p * t + 0.35660401f;
-    p = p * t + -0.0655469f;
-    p = p * t + 0.21495184f;
-    p = p * t + 0.24074218f;
-    p = p * t + 0.28262672f;
-    p = p * t + 0.28207517f;
-    const vf tail = 0.5f * t * p * exp_of(-z * z);
-    return x < 0.0f ? tail : 1.0f - tail;
-}
-
-OE_INLINE vf activated(int32_t activation, vf x) {
-    switch (activation) {
-        case SILU: return x / (1.0f + exp_of(-x));
-        case GELU_TANH: {
-            // x (1 + tanh u) / 2 = x / (1 + exp(-2 u))
-            const vf u = 0.79788456f * (x + 0.044715f * x * x * x);
-            return x / (1.0f + exp_of(-2.0f * u));
-        }
-        case GELU: return x * normal_cdf(x);
-        default: return x < 0.0f ? vf{} : x;
-    }
+                reinterpret_cast<T*>(c.x + row * c.x_bytes) + head * c.n,
+                c.delta ? reinterpret_cast<const T*>(c.delta + row * c.delta_bytes) : nullptr, c.weight + head * c.n,
+                c.bias, reinterpret_cast<T*>(c.y) + (row * c.heads + head) * c.n, c.n, c.eps, c.centered);
 }
 
 template <class T, int32_t ACTIVATION>
-void gated(const char* from, int64_t from_bytes, T* to, int64_t rows, int64_t n) {
-#pragma omp parallel for schedule(static) if (rows * n >= SMALL / 4)
-    for (int64_t row = 0; row < rows; row++) {
-        const T* gate = reinterpret_cast<const T*>(from + row * from_bytes);
-        const T* up = gate + n;
-        T* y = to + row * n;
-        for (int64_t i = 0; i < n; i += LANES) {
-            const vf value = activated(ACTIVATION, load_some(gate + i, n - i)) * load_some(up + i, n - i);
-            store_some(y + i, value, n - i);
+void gated(const Team& team, const GatedCall& c) {
+    for (int64_t row = team.first(c.rows); row < team.last(c.rows); row++) {
+        const T* gate = reinterpret_cast<const T*>(c.from + row * c.from_bytes);
+        const T* up = gate + c.n;
+        T* y = reinterpret_cast<T*>(c.y) + row * c.n;
+        for (int64_t i = 0; i < c.n; i += LANES) {
+            const vf value = activated<T>(ACTIVATION, load_some(gate + i, c.n - i)) * load_some(up + i, c.n - i);
+            store_some(y + i, value, c.n - i);
         }
     }
 }
 
 template <class T>
-void gated(int32_t activation, const char* from, int64_t from_bytes, char* to, int64_t rows, int64_t n) {
-    T* y = reinterpret_cast<T*>(to);
-    switch (activation) {
-        case SILU: return gated<T, SILU>(from, from_bytes, y, rows, n);
-        case GELU_TANH: return gated<T, GELU_TANH>(from, from_bytes, y, rows, n);
-        case GELU: return gated<T, GELU>(from, from_bytes, y, rows, n);
-        default: return gated<T, RELU>(from, from_bytes, y, rows, n);
+void gated(const Team& team, const GatedCall& c) {
+    switch (c.activation) {
+        case SILU: return gated<T, SILU>(team, c);
+        case GELU_TANH: return gated<T, GELU_TANH>(team, c);
+        case GELU: return gated<T, GELU>(team, c);
+        default: return gated<T, RELU>(team, c);
     }
 }
 
 }  // namespace
 
-// For each row of x [rows, heads, n]: x += delta if there is one, y = norm(x) * weight [heads, n] + bias [n] if there is
-// one. Strides between rows in bytes; y is contiguous. A delta needs heads = 1.
+OE_SHARED(share_norm)(Team& team, const NormCall& call) {
+    if (call.kind == BFLOAT16) norm<bf16>(team, call);
+    else norm<float>(team, call);
+}
+
+OE_SHARED(share_gated)(Team& team, const GatedCall& call) {
+    if (call.kind == BFLOAT16) gated<bf16>(team, call);
+    else gated<float>(team, call);
+}
+
 OE_EXPORT(norm)(
     char* x, int64_t x_bytes, const char* delta, int64_t delta_bytes, const float* weight, const float* bias, char* y,
     int64_t rows, int64_t heads, int64_t n, float eps, int32_t centered, int32_t kind) {
-    if (kind == BFLOAT16) norm<bf16>(x, x_bytes, delta, delta_bytes, weight, bias, y, rows, heads, n, eps, centered);
-    else norm<float>(x, x_bytes, delta, delta_bytes, weight, bias, y, rows, heads, n, eps, centered);
+    const NormCall call = {x, x_bytes, delta, delta_bytes, weight, bias, y, rows, heads, n, eps, centered, kind};
+    const int threads = rows * heads * n < SMALL ? 1 : omp_get_max_threads();
+    together(threads, [&call](Team& team) { OE_SHARE(share_norm)(team, call); });
 }
 
-// activation(gate) * up for [gate | up] of n items each: y [rows, n].
 OE_EXPORT(gated)(
     int32_t activation, const char* from, int64_t from_bytes, char* y, int64_t rows, int64_t n, int32_t kind) {
-    if (kind == BFLOAT16) gated<bf16>(activation, from, from_bytes, y, rows, n);
-    else gated<float>(activation, from, from_bytes, y, rows, n);
+    const GatedCall call = {from, from_bytes, y, rows, n, activation, kind};
+    const int threads = rows * n < SMALL / 4 ? 1 : omp_get_max_threads();
+    together(threads, [&call](Team& team) { OE_SHARE(share_gated)(team, call); });
 }

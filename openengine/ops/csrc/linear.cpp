@@ -3,6 +3,7 @@
 // Each output is one accumulator that takes its groups in order, however many rows are computed beside it: a row's
 // result does not depend on the rest of the batch, nor on the number of threads. Only levels differ in rounding.
 
+#include "activation.h"
 #include "linear.h"
 
 namespace {
@@ -84,12 +85,12 @@ struct Product {
     const float* x_shifts;  // int8 only: row / run, -zero * scale
     char* y;
     int64_t y_bytes;
-    int32_t y_kind;
+    int32_t y_kind, activation;
     int64_t groups, runs;
 };
 
 // The totals of a tile, [rows][VECS], as outputs of type T.
-template <class T>
+template <class T, int32_t ACTIVATION>
 void finish(const Product& p, const vf* totals, int64_t row, int64_t rows, int64_t column) {
     for (int64_t end = row + rows; row < end; row++) {
         T* y = reinterpret_cast<T*>(p.y + row * p.y_bytes);
@@ -97,8 +98,20 @@ void finish(const Product& p, const vf* totals, int64_t row, int64_t rows, int64
             const int64_t at = column + j * LANES;
             vf value = *totals++;
             if (p.layer->kind == INT8) value *= load(p.layer->scales + at);
-            if (at < p.layer->outputs) store_some(y + at, value + load(p.layer->bias + at), p.layer->outputs - at);
+            value = activated<T>(ACTIVATION, value + load(p.layer->bias + at));
+            if (at < p.layer->outputs) store_some(y + at, value, p.layer->outputs - at);
         }
+    }
+}
+
+template <class T>
+void finish(const Product& p, const vf* totals, int64_t row, int64_t rows, int64_t column) {
+    switch (p.activation) {
+        case SILU: return finish<T, SILU>(p, totals, row, rows, column);
+        case GELU_TANH: return finish<T, GELU_TANH>(p, totals, row, rows, column);
+        case GELU: return finish<T, GELU>(p, totals, row, rows, column);
+        case RELU: return finish<T, RELU>(p, totals, row, rows, column);
+        default: return finish<T, NO_ACTIVATION>(p, totals, row, rows, column);
     }
 }
 
@@ -183,24 +196,19 @@ void multiply_panel(const Product& p, int64_t panel, int64_t row, int64_t end) {
 
 // The calling thread's share of all panels and blocks of rows; neighbours in memory go to one thread.
 template <class D>
-void multiply_share(const Product& p, int64_t rows, int64_t blocks) {
-#ifdef _OPENMP
-    const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
-#else
-    const int64_t thread = 0, threads = 1;
-#endif
+void multiply_share(const Team& team, const Product& p, int64_t rows, int64_t blocks) {
     const int64_t panels = panels_of(*p.layer), units = panels * blocks;
-    for (int64_t unit = units * thread / threads; unit < units * (thread + 1) / threads; unit++) {
+    for (int64_t unit = team.first(units); unit < team.last(units); unit++) {
         const int64_t block = unit / panels;
         multiply_panel<D>(p, unit % panels, rows * block / blocks, rows * (block + 1) / blocks);
     }
 }
 
-void multiply_share(const Product& p, int64_t rows, int64_t blocks) {
+void multiply_share(const Team& team, const Product& p, int64_t rows, int64_t blocks) {
     switch (p.layer->kind) {
-        case FLOAT32: return multiply_share<F32>(p, rows, blocks);
-        case BFLOAT16: return multiply_share<Bf16>(p, rows, blocks);
-        default: return multiply_share<Int8>(p, rows, blocks);
+        case FLOAT32: return multiply_share<F32>(team, p, rows, blocks);
+        case BFLOAT16: return multiply_share<Bf16>(team, p, rows, blocks);
+        default: return multiply_share<Int8>(team, p, rows, blocks);
     }
 }
 
@@ -257,21 +265,17 @@ void quantize_row(const T* x, int64_t n, uint8_t* q, float* scales, float* shift
     if (n > 0) quantize(x, n, q, scales, shifts);
 }
 
-// Activations in groups, and for int8 with the scale and shift of each run. To be freed with `free`.
+// Activations in groups, and for int8 with the scale and shift of each run.
 struct Scratch {
     char* x;
     int64_t x_bytes;
     float *scales, *shifts;
 };
 
-Scratch allocate(const Layer& layer, int64_t rows) {
-    const int64_t runs = layer.kind == INT8 ? runs_of(layer) : 0;
-    Scratch s;
-    // Whole runs are written; the odd line keeps rows off each other's cache sets.
-    s.x_bytes = padded(groups_of(layer) * GROUP, INT8_RUN) + 64;
-    s.x = static_cast<char*>(malloc(rows * (s.x_bytes + 2 * runs * sizeof(float))));
-    s.scales = reinterpret_cast<float*>(s.x + rows * s.x_bytes);
-    s.shifts = s.scales + rows * runs;
+Scratch scratch_in(char* memory, const Layer& layer, int64_t rows) {
+    Scratch s = {memory, copied_bytes(layer)};
+    s.scales = reinterpret_cast<float*>(memory + rows * s.x_bytes);
+    s.shifts = s.scales + rows * runs_of(layer);
     return s;
 }
 
@@ -291,35 +295,30 @@ void prepare(const Layer& layer, const char* x, int32_t kind, const Scratch& s, 
 
 }  // namespace
 
-// y [rows, outputs] = x [rows, inputs] w^T + bias. Strides in bytes. x is of the layer's kind, for int8 either float
-// kind; y is of either float kind.
+OE_SHARED(share_linear)(Team& team, const LinearCall& call, char* scratch) {
+    if (call.rows == 0) return;
+    const Layer& layer = *call.layer;
+    const int64_t rows = call.rows, groups = groups_of(layer);
+    Product p = {&layer, call.x, call.x_bytes, nullptr, nullptr, call.y, call.y_bytes, call.y_kind, call.activation, groups,
+                 runs_of(layer)};
+    if (is_copied(layer)) {
+        const bool alone = is_private(call);
+        if (alone) scratch += scratch_bytes(call, 1) * team.thread;
+        const Scratch s = scratch_in(scratch, layer, rows);
+        const int64_t first = alone ? 0 : team.first(rows), last = alone ? rows : team.last(rows);
+        for (int64_t row = first; row < last; row++) prepare(layer, call.x + row * call.x_bytes, call.x_kind, s, row);
+        if (!alone) team.wait();
+        p.x = s.x, p.x_bytes = s.x_bytes, p.x_scales = s.scales, p.x_shifts = s.shifts;
+    }
+    multiply_share(team, p, rows, blocks_for(panels_of(layer), rows, rows * groups * GROUP, team.threads));
+}
+
 OE_EXPORT(linear)(
     const Layer* layer, const char* x, int64_t x_bytes, int32_t x_kind, char* y, int64_t y_bytes, int32_t y_kind,
-    int64_t rows) {
-    if (rows == 0) return;
-    const int64_t groups = groups_of(*layer), panels = panels_of(*layer);
-    const bool copied = layer->kind == INT8 || layer->inputs * item_bytes(layer->kind) % GROUP;
-    Scratch scratch = {};
-    if (copied) scratch = allocate(*layer, rows);
-    Product p = {layer, x, x_bytes, scratch.scales, scratch.shifts, y, y_bytes, y_kind, groups, runs_of(*layer)};
-    if (copied) p.x = scratch.x, p.x_bytes = scratch.x_bytes;
-
-    const bool small = rows * layer->inputs < 16384;  // not worth a barrier
-    if (copied && small)
-        for (int64_t row = 0; row < rows; row++) prepare(*layer, x + row * x_bytes, x_kind, scratch, row);
-#ifdef _OPENMP
-    const int threads = panels * groups * ROW * rows < 65536 ? 1 : omp_get_max_threads();
-#else
-    const int threads = 1;
-#endif
-    const int64_t blocks = blocks_for(panels, rows, rows * groups * GROUP, threads);
-#pragma omp parallel num_threads(threads)
-    {
-        if (copied && !small) {
-#pragma omp for schedule(static)
-            for (int64_t row = 0; row < rows; row++) prepare(*layer, x + row * x_bytes, x_kind, scratch, row);
-        }
-        multiply_share(p, rows, blocks);
-    }
-    free(scratch.x);
+    int64_t rows, int32_t activation) {
+    const LinearCall call = {layer, x, x_bytes, y, y_bytes, rows, x_kind, y_kind, activation};
+    const int threads = panels_of(*layer) * groups_of(*layer) * ROW * rows < 65536 ? 1 : omp_get_max_threads();
+    char* scratch = static_cast<char*>(malloc(scratch_bytes(call, threads)));
+    together(threads, [&call, scratch](Team& team) { OE_SHARE(share_linear)(team, call, scratch); });
+    free(scratch);
 }

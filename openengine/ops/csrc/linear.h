@@ -12,6 +12,7 @@
 #define OE_LINEAR_H
 
 #include "rows.h"
+#include "team.h"
 
 #include <stdlib.h>
 
@@ -42,6 +43,42 @@ OE_INLINE int64_t runs_of(const Layer& layer) { return padded(layer.inputs, INT8
 
 OE_INLINE char* place(const Layer& layer, int64_t output) {
     return layer.weights + (output / PANEL * groups_of(layer) * PANEL + output % PANEL) * GROUP;
+}
+
+}  // namespace
+
+// y [rows, outputs] = activation(x [rows, inputs] w^T + bias). Strides in bytes. x is of the layer's kind, for int8 either float
+// kind; y is of either float kind. `scratch` has the bytes that `scratch_bytes` says.
+struct LinearCall {
+    const Layer* layer;
+    const char* x;
+    int64_t x_bytes;
+    char* y;
+    int64_t y_bytes;
+    int64_t rows;
+    int32_t x_kind, y_kind, activation;
+};
+
+OE_SHARED(share_linear)(Team& team, const LinearCall& call, char* scratch);
+
+namespace {
+
+// Rows so few that every thread prepares them for itself, which takes less time than to wait for each other.
+OE_INLINE bool is_private(const LinearCall& call) { return call.rows * call.layer->inputs < 4096; }
+
+// Whether the product reads a copy of x: in whole groups, and for int8 quantized.
+OE_INLINE bool is_copied(const Layer& layer) {
+    return layer.kind == INT8 || layer.inputs * item_bytes(layer.kind) % GROUP;
+}
+
+// Of a row of that copy. Whole runs are written; the odd line keeps rows off each other's cache sets.
+OE_INLINE int64_t copied_bytes(const Layer& layer) { return padded(groups_of(layer) * GROUP, INT8_RUN) + 64; }
+
+OE_INLINE int64_t scratch_bytes(const LinearCall& call, int threads) {
+    if (!is_copied(*call.layer)) return 0;
+    const int64_t factors = call.layer->kind == INT8 ? 2 * runs_of(*call.layer) * int64_t(sizeof(float)) : 0;
+    const int64_t bytes = padded(call.rows * (copied_bytes(*call.layer) + factors), 64);
+    return is_private(call) ? bytes * threads : bytes;
 }
 
 }  // namespace
