@@ -12,7 +12,7 @@ import pytest
 from openengine.demo import registry_model
 from openengine.errors import ModelNotFound
 
-_MODELS = {"smollm2": "smollm2-135m-instruct", "gemma3": "gemma-3-270m"}
+_MODELS = {"smollm2": "smollm2-135m-instruct", "gemma3": "gemma-3-270m", "minilm": "all-minilm-l6-v2"}
 
 
 def pytest_report_header() -> str:
@@ -55,3 +55,9 @@ def smollm2() -> Path:
 def gemma3() -> Path:
     """Gemma 3 270M, GGUF: SentencePiece vocabulary, sliding window of 512."""
     return _path_or_skip("gemma3")
+
+
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    """all-MiniLM-L6-v2, a sentence-transformers folder: BERT, WordPiece, mean pooling, normalized."""
+    return _path_or_skip("minilm")

@@ -6,6 +6,7 @@ Does not own: how GGUF metadata becomes one (gguf_tokenizer.py), validation of c
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import threading
@@ -13,9 +14,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken, normalizers, processors
+from tokenizers.models import BPE
 
-from openengine.core.detokenizer import TokenTable, WindowTable, spelling_of_decoder
+from openengine.core.detokenizer import TokenTable, WindowTable, byte_level_alphabet, spelling_of_decoder
 from openengine.core.tokenizer_files import TokenizerFiles
 from openengine.errors import InvalidArgument
 
@@ -58,11 +60,37 @@ class HuggingFaceVocabulary:
         encoding = backend.encode_batch([text], add_special_tokens=add_special)[0]
         return encoding.ids, encoding.offsets
 
+    def encode_pair(self, first: str, second: str | None) -> tuple[list[int], list[int], list[int | None]]:
+        """Ids of one text or of a pair, each token's type, and the text it comes from: 0, 1, None for special tokens."""
+        encoding = self._backend.encode(first, second)
+        return encoding.ids, encoding.type_ids, encoding.sequence_ids
+
+    def lower_cased(self) -> HuggingFaceVocabulary:
+        """A copy that lower-cases every text before anything else, except for special tokens in it."""
+        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        before = [] if backend.normalizer is None else [backend.normalizer]
+        backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *before])
+        return HuggingFaceVocabulary(backend, source_digest=f"{self._source_digest}-lower", size=self.size)
+
     def identity(self) -> dict[str, Any]:
         backend = self._backend
         parts = {name: _state(getattr(backend, name)) for name in _PIPELINE}
         added = {i: _flags(token) for i, token in sorted(backend.get_added_tokens_decoder().items())}
         return {"source": self._source_digest, "added": added, **parts}
+
+    def fewest_tokens(self, text: str) -> int:
+        if self._spelled_bytes is None:
+            return 0
+        shrinking, silent = self._spelled_bytes
+        return -(-len(text.encode().translate(None, silent)) // (shrinking * self._longest_token))
+
+    @functools.cached_property
+    def _spelled_bytes(self) -> tuple[int, bytes] | None:
+        return _spelled_bytes(self._backend)
+
+    @functools.cached_property
+    def _longest_token(self) -> int:
+        return max(map(len, self.table.all_bytes()))
 
     def _make_table(self, added: dict[int, str]) -> TokenTable:
         backend, special = self._backend, self.special_tokens
@@ -87,6 +115,12 @@ class HuggingFaceVocabulary:
 _CLASSES_WITH_FLAGS = frozenset(
     {"LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CohereTokenizer", "GPTNeoXTokenizer"}
 )
+
+# Pre-tokenizers that only cut, or write a space in another way.
+_CUTTING = frozenset({"ByteLevel", "Digits", "Metaspace", "Punctuation", "Split"})
+# Unicode: no composed character is shorter than a quarter of its longest equivalent (U+1FBE U+0308 U+0301, seven bytes,
+# is U+0390, two), and later versions add none.
+_NFC_SHRINKING = 4
 
 _PIPELINE = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 
@@ -176,6 +210,49 @@ def _reading_special_as_text(backend: tokenizers.Tokenizer, special: dict[int, s
     reachable: set[str | None] = {special[i] for e in found for i in e.ids if i in special}
     reachable.discard(_unknown_token(backend))  # it stands for any text the vocabulary cannot spell
     return _without_pieces(backend, reachable) if reachable else twin
+
+
+def _spelled_bytes(backend: tokenizers.Tokenizer) -> tuple[int, bytes] | None:
+    """How many times longer than its tokens' bytes a text can be, beside the bytes that no token spells.
+
+    None where a token may stand for any amount of text: only BPE over bytes is sure not to, and then neither a normalizer
+    nor an added token may delete anything.
+    """
+    model = backend.model
+    pre_tokenizers = _parts(_state(backend.pre_tokenizer), "pretokenizers")
+    is_byte_level = any(part["type"] == "ByteLevel" for part in pre_tokenizers)
+    if not isinstance(model, BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:
+        return None
+    if any(part["type"] not in _CUTTING or part.get("behavior") == "Removed" for part in pre_tokenizers):
+        return None
+    if any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values()):
+        return None
+    spellings = byte_level_alphabet() if is_byte_level else {byte: f"<0x{byte:02X}>" for byte in range(256)}
+    # A byte that a byte-level vocabulary lacks gives no token; another one gives the unknown token for a whole stretch.
+    silent = bytes(byte for byte, text in spellings.items() if model.token_to_id(text) is None)
+    if not is_byte_level and (silent or not model.byte_fallback):
+        return None
+    shrinking = _normalizer_shrinking(_parts(_state(backend.normalizer), "normalizers"))
+    return None if shrinking is None or (silent and shrinking > 1) else (shrinking, silent)
+
+
+def _normalizer_shrinking(parts: list[dict[str, Any]]) -> int | None:
+    shrinking = 1
+    for part in parts:
+        replaced = part["pattern"].get("String") if part["type"] == "Replace" else None
+        if part["type"] == "NFC":
+            shrinking *= _NFC_SHRINKING
+        elif part["type"] != "Prepend" and not (replaced and len(part["content"].encode()) >= len(replaced.encode())):
+            return None
+    return shrinking
+
+
+def _parts(state: dict[str, Any] | None, members: str) -> list[dict[str, Any]]:
+    if state is None:
+        return []
+    if state["type"] != "Sequence":
+        return [state]
+    return [inner for part in state[members] for inner in _parts(part, members)]
 
 
 def _unknown_token(backend: tokenizers.Tokenizer) -> str | None:

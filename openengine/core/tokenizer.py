@@ -5,6 +5,7 @@ Does not own: the vocabularies (hf_tokenizer.py, sentencepiece_tokenizer.py), by
 (detokenizer.py), rendering of chat templates (chat.py).
 
     directory ── tokenizer.json ──> HuggingFaceVocabulary ──┐
+              ├─ vocab.txt … ─────> HuggingFaceVocabulary   │
               └─ *.model ─────────> SentencePieceVocabulary ├─> Tokenizer ─> ids, text, IncrementalDetokenizer
     GGUF metadata ── gguf_tokenizer > HuggingFaceVocabulary ┘
 """
@@ -23,6 +24,7 @@ from openengine.core.chat import render_chat_template
 from openengine.core.detokenizer import IncrementalDetokenizer, TokenTable
 from openengine.core.gguf_tokenizer import gguf_chat_templates, gguf_special_ids, vocabulary_from_gguf
 from openengine.core.hf_tokenizer import load_huggingface
+from openengine.core.legacy_tokenizer import find_legacy_files, load_legacy
 from openengine.core.sentencepiece_tokenizer import find_sentencepiece_model, load_sentencepiece
 from openengine.core.tokenizer_files import DEFAULT_TEMPLATE, TokenizerFiles
 from openengine.errors import InvalidArgument, UnsupportedFeature
@@ -50,6 +52,8 @@ class _Vocabulary(Protocol):
     def encode_with_spans(
         self, text: str, *, add_special: bool, parse_special: bool
     ) -> tuple[list[int], list[tuple[int, int]]]: ...
+
+    def fewest_tokens(self, text: str) -> int: ...
 
     def identity(self) -> dict[str, Any]: ...
 
@@ -127,6 +131,14 @@ class Tokenizer:
         return self.vocabulary.encode_batch([text], add_special=add_special_tokens, parse_special=parse_special_tokens)[
             0
         ]
+
+    def fewest_tokens(self, text: str) -> int:
+        """A lower bound of `len(encode(text))` that costs next to nothing; 0 where the vocabulary gives none.
+
+        A text of N bytes has at least N / B tokens, B being the bytes of the longest token.
+        """
+        _check_text(text)
+        return self.vocabulary.fewest_tokens(text)
 
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool = True, parse_special_tokens: bool = True
@@ -259,18 +271,21 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
     if not directory.is_dir():
         raise InvalidArgument(f"{directory} is not a directory; a tokenizer is read from the model's directory")
     files = TokenizerFiles.read(directory)
+    named = files.named
     if (directory / "tokenizer.json").is_file():
         vocabulary: _Vocabulary = load_huggingface(files)
     elif (model := find_sentencepiece_model(directory)) is not None:
         vocabulary = load_sentencepiece(model, files)
+    elif find_legacy_files(directory) is not None:
+        vocabulary, named = load_legacy(files)
     else:
         raise InvalidArgument(
             f"{directory} has neither tokenizer.json nor a SentencePiece file (tokenizer.model); add one of them, "
             "for example with AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )
     roles = ("bos", "eos", "pad", "unk")
-    ids = {f"{role}_token_id": _named_id(vocabulary, files.named.get(f"{role}_token")) for role in roles}
-    return Tokenizer(vocabulary, **ids, named_tokens=files.named, chat_templates=files.chat_templates)
+    ids = {f"{role}_token_id": _named_id(vocabulary, named.get(f"{role}_token")) for role in roles}
+    return Tokenizer(vocabulary, **ids, named_tokens=named, chat_templates=files.chat_templates)
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
