@@ -11,7 +11,7 @@ namespace {
 constexpr int VECS = 2;                                       // vectors of outputs in a tile
 // Rows of a tile: what its accumulators leave of the registers.
 #if defined(__AVX512BF16__)
-constexpr int FLOAT_ROWS = 14, INT8_ROWS = 10;
+constexpr int FLOAT_ROWS = 14, INT8_ROWS = 8;
 #elif OE_LANES == 16
 constexpr int FLOAT_ROWS = 10, INT8_ROWS = 6;
 #else
