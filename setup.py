@@ -22,7 +22,7 @@ README = ROOT / "README.md"
 
 EXTRAS = {
     "flash": ["flash-attn"],
-    "guided": ["llguidance"],
+    "guided": ["llguidance>=1.9,<2"],
     "hub": ["huggingface_hub"],
     "rpc": ["grpcio>=1.64", "grpcio-health-checking", "grpcio-reflection", "prometheus-client", "protobuf>=4.25"],
     "sentencepiece": ["sentencepiece"],
@@ -45,6 +45,7 @@ EXTRAS = {
         "psutil",
         "pytest",
         "pytest-timeout",
+        "sentence-transformers",
         "sentencepiece",
         "transformers",
     ],

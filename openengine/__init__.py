@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from openengine.core.config import EngineConfig
+    from openengine.core.guided import CompiledGuide
+    from openengine.core.tokenizer import load_tokenizer
     from openengine.demo import demo_model
     from openengine.engine import Engine
     from openengine.errors import *
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from openengine.options import build_request
     from openengine.service_types import *
     from openengine.task_types import *
+    from openengine.tasks import TaskHandle
     from openengine.tokenizer_types import *
     from openengine.types import *
 
@@ -46,6 +49,7 @@ __all__ = [
     "ClassifyOptions",
     "ClassifyRequest",
     "ClassifyResponse",
+    "CompiledGuide",
     "ComputeCacheKeysRequest",
     "ComputeCacheKeysResponse",
     "DenseFloatTensor",
@@ -90,6 +94,7 @@ __all__ = [
     "HealthRequest",
     "HealthResponse",
     "HealthState",
+    "IncompleteOutput",
     "InternalError",
     "InvalidArgument",
     "JsonObjectConstraint",
@@ -150,6 +155,7 @@ __all__ = [
     "SubscribeKvEventsRequest",
     "SubscribeRuntimeEventsRequest",
     "TaskCapabilities",
+    "TaskHandle",
     "TaskInput",
     "TaskInputType",
     "TaskOutputGranularity",
@@ -177,16 +183,20 @@ __all__ = [
     "Usage",
     "build_request",
     "demo_model",
+    "load_tokenizer",
 ]
 
 # Where the names live that are in none of the modules that offer values and errors.
 _HOMES = {
+    "CompiledGuide": "core.guided",
     "Engine": "engine",
     "EngineConfig": "core.config",
     "EventStream": "handle",
     "Handle": "handle",
+    "TaskHandle": "tasks",
     "build_request": "options",
     "demo_model": "demo",
+    "load_tokenizer": "core.tokenizer",
 }
 _VALUES = ("errors", "types", "task_types", "service_types", "tokenizer_types")
 

@@ -10,7 +10,7 @@ import asyncio
 import copy
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 
 from openengine.core.sequence import SequenceGroup
 from openengine.errors import OpenEngineError, Overloaded
@@ -76,9 +76,13 @@ def _start(
 
 
 async def arun_batch(
-    admit: Admit, items: list[SequenceGroup | GenerationResult], *, window: int, on_error: str
+    start: Callable[..., Awaitable[Handle]],
+    items: list[SequenceGroup | GenerationResult],
+    *,
+    window: int,
+    on_error: str,
 ) -> list[GenerationResult]:
-    """`run_batch` for an event loop: all results, in order. Cancelling it cancels what runs."""
+    """`run_batch` for an event loop: all results, in order. `start` waits for room. Cancelling it cancels what runs."""
     room = asyncio.Semaphore(window)
 
     async def run(index: int, item: SequenceGroup | GenerationResult) -> GenerationResult:
@@ -86,7 +90,7 @@ async def arun_batch(
             return item
         async with room:
             try:
-                handle = await aadmit(admit, item)
+                handle = await start(item)
                 try:
                     return await handle.aresult()
                 except asyncio.CancelledError:

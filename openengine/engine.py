@@ -8,30 +8,30 @@ Engine ── RequestPreparer (validate, tokenize)            caller's thread
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import time
 import uuid
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from openengine import __version__
+from openengine.assembly import Machinery, assemble, limits_of, task_preparer
 from openengine.batches import aadmit, arun_batch, cancel_and_wait, failed, named_item, run_batch
-from openengine.core.admission import Limits, RequestPreparer, as_token_ids, sampling_defaults
-from openengine.core.blocks import BlockManager
+from openengine.core.admission import RequestPreparer, as_token_ids, sampling_defaults
 from openengine.core.cache_key_service import CacheKeyService
-from openengine.core.cache_keys import root_key
 from openengine.core.config import EngineConfig
-from openengine.core.events import EventLog
+from openengine.core.guided import CompiledGuide, GuideCompiler, NoGuides, guide_compiler
 from openengine.core.loop import EngineLoop, LoopState
-from openengine.core.runner import ModelRunner
 from openengine.core.runtime_events import RuntimeEventBus
-from openengine.core.scheduler import Scheduler
 from openengine.core.sequence import SequenceGroup
 from openengine.core.subscription import Subscription
+from openengine.core.task_capabilities import NoGeneration
 from openengine.core.tokenizer_service import TokenizerService
 from openengine.errors import (
     Draining,
@@ -41,9 +41,17 @@ from openengine.errors import (
     OpenEngineError,
     PreconditionFailed,
 )
-from openengine.handle import EventStream, Handle
+from openengine.handle import EventStream, Handle, LateStream
 from openengine.loading import LoadedModel, attributes, load, start_line
-from openengine.options import Prompt, batch_items, build_request, check_options, is_single_prompt, suggest
+from openengine.options import (
+    Prompt,
+    batch_items,
+    build_guide,
+    build_request,
+    check_options,
+    is_single_prompt,
+    suggest,
+)
 from openengine.service import Services
 from openengine.service_types import (
     GetKvEventSourcesResponse,
@@ -55,6 +63,15 @@ from openengine.service_types import (
     RuntimeEventType,
     UnloadLoraResponse,
 )
+from openengine.task_types import (
+    ClassifyRequest,
+    ClassifyResponse,
+    EmbedRequest,
+    EmbedResponse,
+    ScoreRequest,
+    ScoreResponse,
+)
+from openengine.tasks import PreparedTask, TaskHandle, Tasks
 from openengine.tokenizer_types import CacheKeySpec, ComputeCacheKeysResponse, TokenizerArtifactChunk, TokenizerInfo
 from openengine.types import (
     AbortResponse,
@@ -66,6 +83,7 @@ from openengine.types import (
     GenerateRequest,
     GenerationCapabilities,
     GenerationResult,
+    GuidedDecoding,
     GuidedDecodingCapabilities,
     HealthCheck,
     HealthResponse,
@@ -116,34 +134,36 @@ class Engine:
         self._instance_id = str(uuid.uuid4())
         self._tokenizer = loaded.tokenizer
         self._model_names = loaded.names
-        pool = loaded.pool
-        root = root_key(loaded.revision, loaded.tokenizer.fingerprint, pool.block_size)
-        kv_log = EventLog(config.event_buffer_size) if config.enable_prefix_cache and config.event_buffer_size else None
-        blocks = BlockManager(
-            pool.num_blocks,
-            pool.block_size,
-            root_key=root,
-            enable_prefix_cache=config.enable_prefix_cache,
-            record_events=kv_log is not None,
-        )
-        self._limits = Limits(
-            model_names=loaded.names,
-            vocab_size=loaded.model.config.vocab_size,
-            max_model_len=pool.max_model_len,
-            block_size=pool.block_size,
-            num_kv_blocks=pool.num_blocks,
-            max_num_sequences=config.max_num_seqs,
-            eos_token_ids=frozenset(loaded.eos_token_ids),
-        )
+        self._profile = loaded.profile
+        self._limits = limits_of(config, loaded)
+        preparer = task_preparer(config, loaded)
         defaults, default_max_tokens = sampling_defaults(
             config.default_sampling, loaded.generation_config if config.generation_config else {}
         )
-        self._preparer = RequestPreparer(
-            self._tokenizer, self._limits, defaults=defaults, default_max_tokens=default_max_tokens, seed=config.seed
-        )
+        self._guides: GuideCompiler | NoGuides = NoGuides("the model does not generate text")
+        self._preparer: RequestPreparer | NoGeneration = NoGeneration(preparer.abilities)
+        if loaded.profile.generates:
+            self._guides = guide_compiler(
+                self._tokenizer,
+                self._limits.vocab_size,
+                loaded.eos_token_ids,
+                timeout_s=config.guide_timeout_s,
+                max_bytes=config.guide_max_bytes,
+            )
+            self._preparer = RequestPreparer(
+                self._tokenizer,
+                self._limits,
+                defaults=defaults,
+                default_max_tokens=default_max_tokens,
+                seed=config.seed,
+                guides=self._guides,
+                jump_ahead=config.guide_jump_ahead,
+            )
+        machinery = assemble(config, loaded, self._guides if isinstance(self._guides, GuideCompiler) else None)
+        kv_log = machinery.kv_log
         self._loop = EngineLoop(
-            Scheduler(blocks, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens),
-            ModelRunner(loaded.model, loaded.backend, loaded.spec, pool, max_num_seqs=config.max_num_seqs),
+            machinery.scheduler,
+            machinery.runner,
             token_text=self._tokenizer.token_text,
             max_queued_requests=config.max_queued_requests,
             num_threads=config.num_threads,
@@ -151,10 +171,15 @@ class Engine:
             kv_log=kv_log,
             runtime_events=RuntimeEventBus(self._instance_id),
         )
-        self._services = Services(self._loop, _tokenizer_service(loaded, config, root), kv_log)
+        self._tasks = Tasks(
+            preparer,
+            self._loop.check_accepting,
+            tokens_per_step=config.tokens_per_step(is_encoder=loaded.profile.is_encoder),
+        )
+        self._services = Services(self._loop, _tokenizer_service(loaded, machinery), kv_log)
         self._attributes = attributes(loaded)
         self._loop.start()
-        self._finalizer = weakref.finalize(self, self._loop.close)
+        self._finalizer = weakref.finalize(self, _shut_down, self._guides, self._loop)
         _log.info("%s", start_line(self._attributes))
 
     # ---- generation ------------------------------------------------------------------------------
@@ -184,7 +209,7 @@ class Engine:
             handle = None
             try:
                 request = build_request(prompts, sampling, options)
-                handle = self._admit(self._preparer.prepare(request), keep_events=False, wait=True)
+                handle = self._admit(self._prepare(request), keep_events=False, wait=True)
                 return handle.result()
             except OpenEngineError as exc:
                 if on_error == "raise":
@@ -211,7 +236,7 @@ class Engine:
 
         Leaving the iteration early cancels what is still running.
         """
-        items = self._prepare_batch(prompts, sampling, on_error, options)
+        items = self._prepare_batch(self._build_batch(prompts, sampling, on_error, options), on_error)
         return run_batch(self._admit, items, window=self._window, on_error=on_error, progress=progress)
 
     def chat(
@@ -239,8 +264,15 @@ class Engine:
         messages: Sequence[Any] | None = None,
         **options: Any,
     ) -> EventStream:
-        """`stream` for `async for`; cancelling the task cancels the request. The prompt is tokenized before it returns."""
-        return self.stream(prompt, sampling, messages=messages, **options)
+        """`stream` for `async for`; cancelling the task cancels the request. The prompt is tokenized before it returns.
+
+        A request with a guide begins, or is refused, when its first event is asked for: a guide takes time to compile.
+        """
+        prompt, options = self._with_messages(prompt, messages, options)
+        request = self._build_single(prompt, sampling, options)
+        if request.guided is None:
+            return EventStream(self._admit(self._prepare(request), keep_events=True))
+        return LateStream(lambda: self.asubmit(request))
 
     async def agenerate(
         self,
@@ -254,14 +286,17 @@ class Engine:
         """`generate` for an event loop, which stays free meanwhile. Cancelling the task cancels the requests."""
         prompts, options = await asyncio.to_thread(self._with_messages, prompts, messages, options)
         if not is_single_prompt(prompts):
-            items = await asyncio.to_thread(self._prepare_batch, prompts, sampling, on_error, options)
-            return await arun_batch(self._admit, items, window=self._window, on_error=on_error)
+            requests = await asyncio.to_thread(self._build_batch, prompts, sampling, on_error, options)
+            requests = await self._with_guides(requests, on_error)
+            items = await asyncio.to_thread(self._prepare_batch, requests, on_error)
+            start = functools.partial(aadmit, self._admit)
+            return await arun_batch(start, items, window=self._window, on_error=on_error)
         _check_on_error(on_error)
         check_options(sampling, options)
         handle = None
         try:
             request = build_request(prompts, sampling, options)
-            handle = await aadmit(self._admit, await asyncio.to_thread(self._preparer.prepare, request))
+            handle = await aadmit(self._admit, await self._aprepare(request))
             return await handle.aresult()
         except OpenEngineError as exc:
             if on_error == "raise":
@@ -285,9 +320,86 @@ class Engine:
         What this raises was not accepted; what goes wrong later, the handle raises.
         """
         prompt, options = self._with_messages(request, messages, options)
-        if not is_single_prompt(prompt):
-            raise InvalidArgument("this takes one prompt; use generate or as_completed for a batch")
-        return self._admit(self._preparer.prepare(build_request(prompt, sampling, options)), keep_events=True)
+        return self._admit(self._prepare(self._build_single(prompt, sampling, options)), keep_events=True)
+
+    async def asubmit(
+        self,
+        request: Prompt | None = None,
+        sampling: SamplingParams | None = None,
+        *,
+        messages: Sequence[Any] | None = None,
+        **options: Any,
+    ) -> Handle:
+        """`submit` for an event loop, which stays free while the prompt is tokenized and a guide compiled."""
+        prompt, options = await asyncio.to_thread(self._with_messages, request, messages, options)
+        group = await self._aprepare(self._build_single(prompt, sampling, options))
+        return self._admit(group, keep_events=True)
+
+    # ---- guides ----------------------------------------------------------------------------------
+
+    def compile_guide(self, guide: GuidedDecoding | None = None, **options: Any) -> CompiledGuide:
+        """Compile a guide, to check texts with `.accepts(text)` or to give it to many requests as `guided=`; waits for it.
+
+        A `GuidedDecoding`, or one of the keywords of `generate`: `json_schema`, `regex`, `choice`, `grammar`,
+        `structural_tag`, `json_object=True`. Raises InvalidArgument or UnsupportedFeature as a request with it would.
+        """
+        return self._guides.compile(build_guide(guide, options))
+
+    async def acompile_guide(self, guide: GuidedDecoding | None = None, **options: Any) -> CompiledGuide:
+        """`compile_guide` for an event loop."""
+        return await asyncio.wrap_future(self._guides.submit(build_guide(guide, options)))
+
+    # ---- embed, classify, score: see tasks.py ----------------------------------------------------
+
+    def embed(self, inputs: Any, *, progress: bool | None = None, **options: Any) -> EmbedResponse:
+        """Vectors of a text, a list of token ids, a list of either, or an `EmbedRequest`.
+
+        Keywords: `normalize`, `dimensions`, `granularity` ("sequence" or "token"), `encoding`, `prompt` or `prompt_name`,
+        `truncate` ("error", "left", "right"), `priority`, `request_id`. A list of any length is checked as a whole before
+        anything runs, and keeps its order. Ctrl-C cancels this call's requests only.
+
+        Raises UnsupportedTask for a model that does not embed, saying what it does; InvalidArgument naming the item.
+        """
+        return self._tasks.run(self._admit, self._tasks.embed(inputs, options), progress)
+
+    def classify(self, inputs: Any, *, progress: bool | None = None, **options: Any) -> ClassifyResponse:
+        """Classes of texts, or of their tokens. Inputs and the rest as for `embed`.
+
+        Keywords: `output_semantics` ("probabilities", "logits", "log_probabilities"), `granularity`, `truncate`, ….
+        """
+        return self._tasks.run(self._admit, self._tasks.classify(inputs, options), progress)
+
+    def score(
+        self, query: Any, candidates: Any = None, *, progress: bool | None = None, **options: Any
+    ) -> ScoreResponse:
+        """How well each candidate answers the query: a query and its candidates, a list of queries with one candidate or a
+        list of them for each, or a `ScoreRequest`.
+
+        Keywords: `labels` or `label_token_ids` (a causal model's next token), `instruction`, `output_semantics`,
+        `normalization`, `truncate`, `priority`, `request_id`.
+        """
+        return self._tasks.run(self._admit, self._tasks.score(query, candidates, options), progress)
+
+    async def aembed(self, inputs: Any, **options: Any) -> EmbedResponse:
+        """`embed` for an event loop, which stays free meanwhile. Cancelling the task cancels the requests."""
+        return await self._tasks.arun(self._admit, await asyncio.to_thread(self._tasks.embed, inputs, options))
+
+    async def aclassify(self, inputs: Any, **options: Any) -> ClassifyResponse:
+        """`classify` for an event loop."""
+        return await self._tasks.arun(self._admit, await asyncio.to_thread(self._tasks.classify, inputs, options))
+
+    async def ascore(self, query: Any, candidates: Any = None, **options: Any) -> ScoreResponse:
+        """`score` for an event loop."""
+        call = await asyncio.to_thread(self._tasks.score, query, candidates, options)
+        return await self._tasks.arun(self._admit, call)
+
+    def prepare_task(self, request: EmbedRequest | ClassifyRequest | ScoreRequest) -> PreparedTask:
+        """Check and tokenize one request of the contract, for `submit_task`."""
+        return self._tasks.prepare(request)
+
+    def submit_task(self, request: EmbedRequest | ClassifyRequest | ScoreRequest | PreparedTask) -> TaskHandle:
+        """Start one request of the contract and return its handle at once. What this raises was not accepted."""
+        return self._tasks.submit(self._admit, request)
 
     # ---- tokens and templates --------------------------------------------------------------------
 
@@ -340,35 +452,39 @@ class Engine:
         """What the model can do and how much fits. Raises ModelNotFound for a name that is not served."""
         self._check_model(model)
         limits = self._limits
-        logprobs = LogprobCapabilities(
-            supported=True,
-            candidate_selection_modes=tuple(CandidateTokenSelectionMode),
-            max_top_n=self._preparer.max_top_n,
-        )
         return ModelInfo(
             model_id=self._model_names[0],
             served_model_name=self._config.served_model_name or self._model_names[0],
             served_model_aliases=self._config.aliases,
             max_context_length=limits.max_model_len,
-            kv_block_size=limits.block_size,
-            total_kv_blocks=limits.num_kv_blocks,
-            max_running_requests=self._config.max_num_seqs,
-            max_batched_tokens=self._config.max_num_batched_tokens,
+            kv_block_size=limits.block_size or None,
+            total_kv_blocks=limits.num_kv_blocks or None,
+            max_running_requests=None if self._profile.is_encoder else self._config.max_num_seqs,
+            max_batched_tokens=self._config.tokens_per_step(is_encoder=self._profile.is_encoder),
             supports_text_input=True,
             supports_token_ids_input=True,
-            generation=GenerationCapabilities(
-                prompt_logprobs=logprobs,
-                output_logprobs=logprobs,
-                guided_decoding=GuidedDecodingCapabilities(supported=False),
-                max_num_sequences=limits.max_num_sequences,
-                supports_priority=True,
-                supports_stop_in_output=True,
-                supports_cache_salt=True,
-                supports_prefix_cache_bypass=True,
-            ),
+            generation=self._generation_capabilities() if self._profile.generates else None,
             supports_lora=False,
             supports_multimodal=False,
+            tasks=self._tasks.preparer.capabilities,
             tokenizer=self._services.tokenizer.capabilities(),
+        )
+
+    def _generation_capabilities(self) -> GenerationCapabilities:
+        logprobs = LogprobCapabilities(
+            supported=True,
+            candidate_selection_modes=tuple(CandidateTokenSelectionMode),
+            max_top_n=self._preparer.max_top_n,
+        )
+        return GenerationCapabilities(
+            prompt_logprobs=logprobs,
+            output_logprobs=logprobs,
+            guided_decoding=GuidedDecodingCapabilities(supported=bool(self._guides.modes), modes=self._guides.modes),
+            max_num_sequences=self._limits.max_num_sequences,
+            supports_priority=True,
+            supports_stop_in_output=True,
+            supports_cache_salt=True,
+            supports_prefix_cache_bypass=True,
         )
 
     def load_info(self, *, include_per_rank: bool = False) -> LoadInfo:
@@ -448,16 +564,6 @@ class Engine:
 
     # ---- what this engine does not do ------------------------------------------------------------
 
-    def embed(self, request: Any, **options: Any) -> Any:
-        """Raises UnsupportedTask: the model generates text, and so with `classify` and `score`."""
-        self._services.refuse_task("embed", request)
-
-    def classify(self, request: Any, **options: Any) -> Any:
-        self._services.refuse_task("classify", request)
-
-    def score(self, request: Any, *args: Any, **options: Any) -> Any:
-        self._services.refuse_task("score", request)
-
     def load_lora(self, lora_name: str, source_path: str, *, lora_id: int | None = None) -> LoadLoraResponse:
         """Raises UnsupportedTask: this engine serves no adapters, and so with `unload_lora` and `list_loras`."""
         self._services.refuse_lora(starts_work=True)
@@ -512,13 +618,17 @@ class Engine:
             self._loop.stop_accepting()
         return self._drain_reports(deadline_ms, abort_after_deadline)
 
+    def check_accepting(self) -> None:
+        """Raises Draining where a drain has stopped new requests, PreconditionFailed on a closed engine."""
+        self._loop.check_accepting()
+
     def clear_prefix_cache(self) -> None:
         """Forget every cached prompt block. Running requests keep theirs."""
         self._loop.call(lambda scheduler: scheduler.blocks.clear())
 
     def close(self) -> None:
         """Cancel what runs, stop the loop and give the memory back. Calling it again does nothing."""
-        self._tokenizer = self._preparer = self._services.tokenizer = _Closed()
+        self._tokenizer = self._preparer = self._tasks.preparer = self._guides = self._services.tokenizer = _Closed()
         self._finalizer()
         self._loop.close()  # a second caller waits for the first
 
@@ -556,6 +666,11 @@ class Engine:
     def _window(self) -> int:
         return min(4 * self._config.max_num_seqs, self._config.max_queued_requests)
 
+    def _prepare(self, request: GenerateRequest) -> SequenceGroup:
+        """A draining engine says so before it judges a request, so that no prompt is tokenized in vain."""
+        self._loop.check_accepting()
+        return self._preparer.prepare(request)
+
     def _admit(self, group: SequenceGroup, *, keep_events: bool = False, wait: bool = False) -> Handle:
         handle = Handle(group, self._cancel, keep_events=keep_events)
         group.sink = handle
@@ -569,26 +684,76 @@ class Engine:
     def _cancel(self, group: SequenceGroup) -> None:
         self._loop.abort_group(group)
 
-    def _prepare_batch(
+    async def _aprepare(self, request: GenerateRequest) -> SequenceGroup:
+        return await asyncio.to_thread(self._prepare, await self._with_guide(request))
+
+    async def _with_guide(self, request: GenerateRequest) -> GenerateRequest:
+        """`request` with its guide compiled; no thread waits for that."""
+        if request.guided is None:
+            return request
+        self._loop.check_accepting()
+        await asyncio.to_thread(self._preparer.check, request)
+        return replace(request, guided=await asyncio.wrap_future(self._guides.submit(request.guided)))
+
+    async def _with_guides(
+        self, requests: list[GenerateRequest | GenerationResult], on_error: str
+    ) -> list[GenerateRequest | GenerationResult]:
+        async def compiled(
+            index: int, request: GenerateRequest | GenerationResult
+        ) -> GenerateRequest | GenerationResult:
+            if isinstance(request, GenerationResult):
+                return request
+            try:
+                return await self._with_guide(request)
+            except OpenEngineError as exc:
+                if on_error == "raise":
+                    raise named_item(exc, index, len(requests)) from exc
+                return failed(_request_id(request, {}), exc)
+
+        return list(await asyncio.gather(*(compiled(*item) for item in enumerate(requests))))
+
+    def _build_single(self, prompt: Any, sampling: SamplingParams | None, options: dict[str, Any]) -> GenerateRequest:
+        if not is_single_prompt(prompt):
+            raise InvalidArgument("this takes one prompt; use generate or as_completed for a batch")
+        return build_request(prompt, sampling, options)
+
+    def _build_batch(
         self, prompts: Iterable[Prompt], sampling: SamplingParams | None, on_error: str, options: dict[str, Any]
-    ) -> list[SequenceGroup | GenerationResult]:
-        """Every item checked before anything runs; a bad one is a result with its error, or raised, naming its index."""
+    ) -> list[GenerateRequest | GenerationResult]:
+        """A request for every item; a bad one is a result with its error, or raised, naming its index."""
         _check_on_error(on_error)
         check_options(sampling, options)
         prompts = batch_items(prompts)
         if options.get("request_id") is not None and len(prompts) != 1:
             raise InvalidArgument(f"request_id names one request, the batch has {len(prompts)}; use GenerateRequests")
-        items: list[SequenceGroup | GenerationResult] = []
-        request_ids: set[str] = set()
+        requests: list[GenerateRequest | GenerationResult] = []
         for index, prompt in enumerate(prompts):
             try:
-                group = self._preparer.prepare(build_request(prompt, sampling, options))
+                requests.append(build_request(prompt, sampling, options))
+            except OpenEngineError as exc:
+                if on_error == "raise":
+                    raise named_item(exc, index, len(prompts)) from exc
+                requests.append(failed(_request_id(prompt, options), exc))
+        return requests
+
+    def _prepare_batch(
+        self, requests: list[GenerateRequest | GenerationResult], on_error: str
+    ) -> list[SequenceGroup | GenerationResult]:
+        """Every item checked before anything runs; a bad one is a result with its error, or raised, naming its index."""
+        items: list[SequenceGroup | GenerationResult] = []
+        request_ids: set[str] = set()
+        for index, request in enumerate(requests):
+            if isinstance(request, GenerationResult):
+                items.append(request)
+                continue
+            try:
+                group = self._prepare(request)
                 self._check_unused(group.request_id, request_ids)
                 items.append(group)
             except OpenEngineError as exc:
                 if on_error == "raise":
-                    raise named_item(exc, index, len(prompts)) from exc
-                items.append(failed(_request_id(prompt, options), exc))
+                    raise named_item(exc, index, len(requests)) from exc
+                items.append(failed(_request_id(request, {}), exc))
         return items
 
     def _check_unused(self, request_id: str, request_ids: set[str]) -> None:
@@ -620,15 +785,20 @@ class Engine:
             self._loop.abort_all()
             deadline = None
 
-    def _probe(self) -> HealthCheck:
+    def _probe_group(self) -> SequenceGroup:
+        if not self._profile.generates:
+            return self._tasks.preparer.probe()
         request = GenerateRequest(
             token_ids=[0],
             sampling=SamplingParams(temperature=0.0, num_sequences=1, seed=0),
             stopping=StoppingOptions(max_tokens=1),
         )
+        return self._preparer.prepare(request)
+
+    def _probe(self) -> HealthCheck:
         handle, num_steps = None, self._loop.num_steps
         try:
-            group = self._preparer.prepare(request)
+            group = self._probe_group()
             group.publish, group.is_probe, group.priority = False, True, _PROBE_PRIORITY
             handle = self._admit(group, keep_events=False)
             handle.result(timeout=_PROBE_TIMEOUT_S)
@@ -645,24 +815,31 @@ class Engine:
             raise ModelNotFound(f"model {model!r:.80} is not served; served are {', '.join(self._model_names)}")
 
 
-def _tokenizer_service(loaded: LoadedModel, config: EngineConfig, root: bytes) -> TokenizerService:
+def _tokenizer_service(loaded: LoadedModel, machinery: Machinery) -> TokenizerService:
     vocab_size = loaded.model.config.vocab_size
-    cache_keys = CacheKeyService(
-        model=loaded.names[0],
-        vocab_size=vocab_size,
-        block_size=loaded.pool.block_size,
-        root_key=root,
-        model_revision=loaded.revision,
-        tokenizer_fingerprint=loaded.tokenizer.fingerprint,
-    )
+    cache_keys = None
+    if machinery.has_cache:
+        cache_keys = CacheKeyService(
+            model=loaded.names[0],
+            vocab_size=vocab_size,
+            block_size=loaded.pool.block_size,
+            root_key=machinery.root,
+            model_revision=loaded.revision,
+            tokenizer_fingerprint=loaded.tokenizer.fingerprint,
+        )
     return TokenizerService(
         loaded.tokenizer,
         names=loaded.names,
         vocab_size=vocab_size,
         eos_token_ids=loaded.eos_token_ids,
-        cache_keys=cache_keys if config.enable_prefix_cache else None,
+        cache_keys=cache_keys,
         revision=loaded.revision,
     )
+
+
+def _shut_down(guides: GuideCompiler | NoGuides, loop: EngineLoop) -> None:
+    guides.close()
+    loop.close()
 
 
 class _Closed:

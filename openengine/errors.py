@@ -1,7 +1,7 @@
 """The error tree: one direct subclass of `OpenEngineError` per `ErrorCode` of the OpenEngine contract.
 
     OpenEngineError
-    ├ InvalidArgument      ├ OutOfRange · PreconditionFailed · ArtifactNotFound
+    ├ InvalidArgument      ├ OutOfRange · PreconditionFailed (IncompleteOutput) · ArtifactNotFound
     ├ UnsupportedFeature   └ UnsupportedTask
     ├ RoleMismatch
     ├ ModelNotFound        └ LoraNotFound
@@ -27,6 +27,7 @@ __all__ = [
     "Cancelled",
     "Draining",
     "DuplicateRequest",
+    "IncompleteOutput",
     "InternalError",
     "InvalidArgument",
     "KvSessionNotFound",
@@ -208,3 +209,22 @@ class TokenizerChanged(InternalError):
     """The tokenizer changed while its files were being read."""
 
     grpc_status = "ABORTED"
+
+
+class IncompleteOutput(PreconditionFailed):
+    """The value of an output was asked for that ended before it was complete.
+
+    `text` is what there is of it, `finish_reason` how it ended.
+    """
+
+    def __init__(self, message: str, *, text: str = "", finish_reason: str | None = None, **context: Any) -> None:
+        super().__init__(message, **context)
+        self.text = text
+        self.finish_reason = finish_reason
+
+    def __reduce__(self):
+        return (_rebuild_incomplete, (self.message, self.text, self.finish_reason, self.details))
+
+
+def _rebuild_incomplete(message: str, text: str, finish_reason: str | None, details: dict) -> IncompleteOutput:
+    return IncompleteOutput(message, text=text, finish_reason=finish_reason, details=details)

@@ -13,16 +13,17 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
+from openengine.core.item_results import ItemCollector, ItemResults
 from openengine.core.output import ResultCollector
 from openengine.core.sequence import SequenceGroup
 from openengine.core.subscription import Waiter
-from openengine.errors import OpenEngineError, PreconditionFailed
+from openengine.errors import InvalidArgument, OpenEngineError, PreconditionFailed
 from openengine.types import GenerateEvent, GenerationResult, Timing, Usage
 
-__all__ = ["EventStream", "Handle"]
+__all__ = ["EventStream", "Handle", "LateStream"]
 
 _log = logging.getLogger("openengine")
 
@@ -33,6 +34,8 @@ class Handle:
     Each event is delivered once, to whoever reads it first. An error of the engine is raised by both.
     `cancel()` ends the request; its result then has `finish_reason="cancelled"`. `usage` is what a request used that
     ended with an error; else the last event has it.
+
+    Of a task the result is `ItemResults`, and a cancelled one raises Cancelled.
     """
 
     def __init__(
@@ -43,16 +46,14 @@ class Handle:
         self.usage: Usage | None = None
         self._group: SequenceGroup | None = group
         self._cancel: Callable[[SequenceGroup], None] | None = cancel
-        self._collector: ResultCollector | None = ResultCollector(
-            group.request_id, sampling=group.sampling, stopping=group.stopping
-        )
+        self._collector: ResultCollector | ItemCollector | None = _collector(group)
         self._events: deque[GenerateEvent] | None = deque() if keep_events else None
         self._lock = threading.RLock()
         # Taken by the lock itself, in C: an interrupt could come between the two steps of a Condition's own `with`.
         self._changed = threading.Condition(self._lock)
         self._on_done: Callable[[], None] | None = None
         self._waiters: list[Waiter] = []
-        self._result: GenerationResult | None = None
+        self._result: GenerationResult | ItemResults | None = None
         self._error: OpenEngineError | None = None
 
     @property
@@ -191,6 +192,17 @@ class Handle:
         return f"Handle({self.request_id!r}, {state})"
 
 
+def _collector(group: SequenceGroup) -> ResultCollector | ItemCollector:
+    if group.task is not None:
+        return ItemCollector(group)
+    return ResultCollector(
+        group.request_id,
+        sampling=group.sampling,
+        stopping=group.stopping,
+        guide=None if group.guide is None else group.guide.source,
+    )
+
+
 def _timing(group: SequenceGroup) -> Timing:
     now = time.monotonic()
     start, first = group.start_time, group.first_token_time
@@ -257,3 +269,27 @@ class EventStream:
     def __del__(self) -> None:
         if hasattr(self, "handle"):  # an interrupt may have come before
             self.close()
+
+
+class LateStream(EventStream):
+    """A stream for `async for` whose request begins when the first event is asked for: `handle` is None before that."""
+
+    def __init__(self, start: Callable[[], Awaitable[Handle]]) -> None:
+        self._start: Callable[[], Awaitable[Handle]] | None = start
+        self.handle = None
+
+    def __next__(self) -> GenerateEvent:
+        raise InvalidArgument("this stream is for `async for`; use stream() for `for`")
+
+    async def __anext__(self) -> GenerateEvent:
+        start, self._start = self._start, None
+        if start is not None:
+            self.handle = await start()
+        if self.handle is None:
+            raise StopAsyncIteration
+        return await super().__anext__()
+
+    def close(self) -> None:
+        self._start = None
+        if self.handle is not None:
+            super().close()

@@ -16,11 +16,13 @@ import torch
 from openengine.core.config import EngineConfig
 from openengine.core.loader import Checkpoint, load_model, open_checkpoint
 from openengine.core.memory import one_openmp_thread
-from openengine.core.models import CausalLM
+from openengine.core.models import Model
 from openengine.core.runner import KvPoolSize, size_kv_pool
+from openengine.core.task_profile import TaskProfile, read_task_profile
 from openengine.core.tokenizer import Tokenizer
 from openengine.errors import InvalidArgument, UnsupportedFeature
 from openengine.ops.attention import AttentionBackend, select_backend
+from openengine.ops.encoder_attention import EncoderAttention, select_encoder_attention
 from openengine.ops.kv_cache import KvCache, KvSpec
 from openengine.ops.linear import preferred_dtype
 from openengine.progress import progress_bar
@@ -30,18 +32,26 @@ __all__ = ["LoadedModel", "attributes", "load", "start_line"]
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """Everything an engine is made of that comes from a checkpoint. `names`: those requests may use, canonical first."""
+    """Everything an engine is made of that comes from a checkpoint. `names`: those requests may use, canonical first.
 
-    model: CausalLM
+    `backend` is the attention of the model's kind. An encoder has no KV cache, hence no `spec` and no `pool`. `max_len`
+    bounds the tokens of a task's item.
+    """
+
+    model: Model
     tokenizer: Tokenizer
-    backend: AttentionBackend
-    spec: KvSpec
-    pool: KvPoolSize
+    backend: AttentionBackend | EncoderAttention
+    spec: KvSpec | None
+    pool: KvPoolSize | None
     revision: str
     names: tuple[str, ...]
     eos_token_ids: tuple[int, ...]
     generation_config: Mapping[str, Any]
     load_seconds: float
+    profile: TaskProfile
+    device: torch.device
+    dtype: torch.dtype
+    max_len: int
 
 
 def load(config: EngineConfig, progress: bool | None) -> LoadedModel:
@@ -51,10 +61,18 @@ def load(config: EngineConfig, progress: bool | None) -> LoadedModel:
     device = _device(config.device)
     dtype = _dtype(config.dtype, device)
     model_config = checkpoint.config
-    backend = select_backend(
-        device, dtype, config.kernels, head_dim=model_config.head_dim, block_size=config.block_size
-    )
-    spec = KvSpec(model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, dtype, device)
+    profile = read_task_profile(checkpoint)
+    if config.score_template is not None and not profile.generates:
+        raise InvalidArgument(f"score_template is for causal language models, not for {model_config.architecture}")
+    spec = None
+    if profile.is_encoder:
+        _check_encoder_options(config, model_config.max_position_embeddings)
+        backend = select_encoder_attention(device, dtype, config.kernels, head_dim=model_config.head_dim)
+    else:
+        backend = select_backend(
+            device, dtype, config.kernels, head_dim=model_config.head_dim, block_size=config.block_size
+        )
+        spec = KvSpec(model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, dtype, device)
     revision = _InThread(lambda: checkpoint.revision)
     with (
         torch.inference_mode(),
@@ -69,46 +87,69 @@ def load(config: EngineConfig, progress: bool | None) -> LoadedModel:
             max_model_len=config.max_model_len,
             quantization=config.quantization,
             kernels=config.kernels,
+            as_embedder=profile.head_kind != model_config.head_kind,
             progress=bar,
         )
     tokenizer = checkpoint.load_tokenizer()
+    longest = model_config.max_position_embeddings
+    pool = None if spec is None else size_kv_pool(config, spec, longest, backend.block_size)
+    wanted = config.max_model_len or profile.max_length or longest
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
         backend=backend,
         spec=spec,
-        pool=size_kv_pool(config, spec, model_config.max_position_embeddings, backend.block_size),
+        pool=pool,
         revision=revision.result(),
         names=_model_names(config, checkpoint),
         eos_token_ids=_eos_token_ids(checkpoint, tokenizer),
         generation_config=checkpoint.generation_config,
         load_seconds=time.monotonic() - started,
+        profile=profile,
+        device=device,
+        dtype=dtype,
+        max_len=min(wanted, longest) if pool is None else min(wanted, pool.max_model_len),
     )
+
+
+def _check_encoder_options(config: EngineConfig, longest: int) -> None:
+    for name in ("block_size", "num_kv_blocks", "kv_memory_fraction"):
+        if getattr(config, name) is not None:
+            raise InvalidArgument(f"{name} is for models with a KV cache; an encoder has none, leave it out")
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise InvalidArgument(
+            f"max_model_len {config.max_model_len} exceeds the {longest} tokens that the model takes; lower it"
+        )
 
 
 def attributes(loaded: LoadedModel) -> dict[str, Any]:
     pool = loaded.pool
-    return {
+    facts = {
         "architecture": loaded.model.config.architecture,
-        "device": str(loaded.spec.device),
-        "dtype": str(loaded.spec.dtype).removeprefix("torch."),
+        "device": str(loaded.device),
+        "dtype": str(loaded.dtype).removeprefix("torch."),
         "kernels": loaded.backend.name,
         "matrix_kernels": loaded.model.matrix_kernels,
         "quantization": loaded.model.quantization,
         "weight_bytes": loaded.model.num_bytes,
-        "kv_bytes": KvCache.bytes_per_block(loaded.spec, pool.block_size) * pool.num_blocks,
-        "kv_tokens": pool.num_tokens,
-        "kv_block_size": pool.block_size,
-        "max_model_len": pool.max_model_len,
-        "load_seconds": round(loaded.load_seconds, 3),
     }
+    if pool is not None:
+        facts |= {
+            "kv_bytes": KvCache.bytes_per_block(loaded.spec, pool.block_size) * pool.num_blocks,
+            "kv_tokens": pool.num_tokens,
+            "kv_block_size": pool.block_size,
+        }
+    longest = pool.max_model_len if loaded.profile.generates else loaded.max_len
+    return {**facts, "max_model_len": longest, "load_seconds": round(loaded.load_seconds, 3)}
 
 
 def start_line(facts: Mapping[str, Any]) -> str:
+    cache = ""
+    if "kv_tokens" in facts:
+        cache = f"KV cache of {facts['kv_tokens']} tokens ({facts['kv_bytes'] / 2**20:.0f} MiB), "
     return (
         f"{facts['architecture']} in {facts['dtype']} on {facts['device']} ({facts['kernels']} kernels): "
-        f"{facts['weight_bytes'] / 2**20:.0f} MiB of weights, KV cache of {facts['kv_tokens']} tokens "
-        f"({facts['kv_bytes'] / 2**20:.0f} MiB), context {facts['max_model_len']}, "
+        f"{facts['weight_bytes'] / 2**20:.0f} MiB of weights, {cache}context {facts['max_model_len']}, "
         f"loaded in {facts['load_seconds']:.1f} s"
     )
 

@@ -27,7 +27,7 @@ from openengine.types import (
     StoppingOptions,
 )
 
-__all__ = ["Prompt", "batch_items", "build_request", "check_options", "is_single_prompt", "suggest"]
+__all__ = ["Prompt", "batch_items", "build_guide", "build_request", "check_options", "is_single_prompt", "suggest"]
 
 Prompt = str | Sequence[int] | GenerateRequest
 
@@ -118,6 +118,19 @@ def build_request(prompt: Prompt, sampling: SamplingParams | None, options: dict
         guided=_guide(options),
         **{name: value for name, value in _pick(options, _REQUEST).items() if value is not None},
     )
+
+
+def build_guide(guide: GuidedDecoding | None, options: dict[str, Any]) -> GuidedDecoding:
+    """The guide that is given, or that one keyword describes. Raises InvalidArgument for none, several or something else."""
+    for name in options:
+        if name not in _GUIDES:
+            raise InvalidArgument(f"unknown guide {name!r}{suggest(name, _GUIDES)}")
+    built = _guide({**options, "guided": guide} if guide is not None else options)
+    if built is None:
+        raise InvalidArgument(f"give a guide: one of {', '.join(sorted(_GUIDES))}")
+    if not isinstance(built, GuidedDecoding):
+        raise InvalidArgument(f"a guide is a GuidedDecoding, not {built!r:.80}; JSON schemas go into json_schema=")
+    return built
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
@@ -230,9 +243,23 @@ def _guide(options: dict[str, Any]) -> GuidedDecoding | None:
         return GuidedDecoding(choice=ChoiceConstraint(_several("choice", {name: value}, str)))
     if name == "json_object":
         return GuidedDecoding(json_object=JsonObjectConstraint())
-    if name == "json_schema" and isinstance(value, dict):
-        try:
-            value = json.dumps(value)
-        except (TypeError, ValueError) as exc:
-            raise InvalidArgument(f"json_schema is no JSON: {exc}") from exc
+    if name == "json_schema":
+        return _schema_guide(value)
     return GuidedDecoding(**{name: value})
+
+
+def _schema_guide(schema: Any) -> GuidedDecoding:
+    """From JSON text, what such text says, or a class that knows its schema (as pydantic's do)."""
+    if isinstance(schema, str):
+        return GuidedDecoding(json_schema=schema)
+    output_type = None
+    if isinstance(schema, type) and hasattr(schema, "model_json_schema"):
+        output_type, schema = schema, schema.model_json_schema()
+    if not isinstance(schema, (Mapping, bool)):
+        raise InvalidArgument(
+            f"json_schema must be a dict, JSON text or a class with model_json_schema, not {schema!r:.80}"
+        )
+    try:
+        return GuidedDecoding(json_schema=json.dumps(schema), output_type=output_type)
+    except (TypeError, ValueError, RecursionError) as exc:
+        raise InvalidArgument(f"json_schema is no JSON: {exc}") from exc

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from openengine.core.cache_keys import PROFILE, PROFILE_VERSION
 from openengine.core.events import EventLog
-from openengine.core.loop import EngineLoop, LoopState
+from openengine.core.loop import EngineLoop
 from openengine.core.tokenizer_service import TokenizerService
-from openengine.errors import Draining, InvalidArgument, KvSessionNotFound, UnsupportedTask
+from openengine.errors import InvalidArgument, KvSessionNotFound, UnsupportedTask
 from openengine.service_types import GetKvEventSourcesResponse, KvConnectorInfo, KvEventSource
-from openengine.task_types import ClassifyRequest, EmbedRequest, ScoreRequest
 from openengine.types import AbortStatus, KvEndpoint, KvSessionRef, LoadInfo, RankLoadInfo
 
 __all__ = ["Services"]
@@ -106,21 +105,8 @@ class Services:
 
     # ---- what this engine does not do ------------------------------------------------------------
 
-    def refuse_task(self, task: str, request: Any) -> NoReturn:
-        """Raises UnsupportedTask, or the error that comes before it: Draining, InvalidArgument, ModelNotFound."""
-        self._check_accepting()
-        if isinstance(request, (EmbedRequest, ClassifyRequest, ScoreRequest)):
-            if request.context.request_id == "":
-                raise InvalidArgument("request_id is empty; leave it out to get a fresh one")
-            self.tokenizer.check_model(request.context.model)
-        raise UnsupportedTask(f"{task}: the model generates text and does not {task}; model_info().tasks lists no task")
-
     def refuse_lora(self, *, starts_work: bool = False) -> NoReturn:
         """Raises UnsupportedTask; Draining before that where something new would start."""
         if starts_work:
-            self._check_accepting()
+            self._loop.check_accepting()
         raise UnsupportedTask("this engine serves no LoRA adapters; model_info().supports_lora is false")
-
-    def _check_accepting(self) -> None:
-        if self._loop.state is LoopState.DRAINING:
-            raise Draining("the engine is draining and takes no new requests; send it to another engine")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from openengine.errors import InvalidArgument, OpenEngineError
+from openengine.errors import IncompleteOutput, InvalidArgument, OpenEngineError
 
 if TYPE_CHECKING:
     from openengine.service_types import KvConnectorInfo
@@ -265,7 +266,11 @@ class JsonObjectConstraint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuidedDecoding:
-    """Exactly one guide. `backend` empty is the default."""
+    """Exactly one guide. `backend` empty is the default.
+
+    output_type: the class that a JSON guide's `parsed` is an instance of, made by its `model_validate_json`, as pydantic's
+    have it. The output follows `json_schema` alone, and no server is told.
+    """
 
     json_schema: str | None = None
     regex: str | None = None
@@ -274,6 +279,7 @@ class GuidedDecoding:
     choice: ChoiceConstraint | None = None
     json_object: JsonObjectConstraint | None = None
     backend: str = ""
+    output_type: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -424,12 +430,42 @@ class GenerationOutput:
     tokens: tuple[TokenInfo, ...]
     finish_reason: FinishReason | None
     stop_match: StopMatch | None = None
-    parsed: Any = None
-    message: str = ""  # which limit a "length" reached
+    message: str = ""  # which limit a "length" reached, and what it cut
+    guide: GuidedDecoding | None = None  # that it follows
 
     @property
     def token_ids(self) -> list[int]:
         return [token.token_id for token in self.tokens]
+
+    @property
+    def parsed(self) -> Any:
+        """What the text says under a JSON guide: its value, or an instance of the class given as `json_schema`.
+
+        None under other guides and without one: take `text`. Raises IncompleteOutput where the output was cut.
+        """
+        if self.guide is None or (self.guide.json_schema is None and self.guide.json_object is None):
+            return None
+        text, stop = self.text, self.stop_match
+        if stop is not None and self.tokens and self.tokens[-1].token_id == stop.stop_token_id:
+            text = text.removesuffix(self.tokens[-1].token)  # kept in the output, and no part of the value
+        try:
+            value = json.loads(text)
+        except ValueError:
+            raise self._incomplete() from None
+        # Digits may go on; any other value is closed by its last character.
+        if self.finish_reason is not FinishReason.STOP and text[-1].isdigit():
+            raise self._incomplete()
+        return value if self.guide.output_type is None else self.guide.output_type.model_validate_json(text)
+
+    def _incomplete(self) -> IncompleteOutput:
+        cause = f"it ended with {str(self.finish_reason)!r}"
+        if self.finish_reason is FinishReason.LENGTH:
+            cause = f"{self.message or 'a limit was reached'}; raise max_tokens"
+        elif self.stop_match is not None and self.stop_match.stop_text is not None:
+            cause = f"the stop text {self.stop_match.stop_text!r:.80} ended it"
+        return IncompleteOutput(
+            f"output {self.index} is no complete JSON: {cause}", text=self.text, finish_reason=self.finish_reason
+        )
 
     @property
     def logprobs(self) -> np.ndarray | None:
@@ -491,6 +527,7 @@ class GenerationResult:
 
     @property
     def parsed(self) -> Any:
+        """See `GenerationOutput.parsed`. Raises IncompleteOutput."""
         return self._first().parsed
 
     def to_dict(self) -> dict[str, Any]:
@@ -503,7 +540,7 @@ class GenerationResult:
             row["finish_reason"] = str(first.finish_reason)
             row["message"] = first.message
             row["logprobs"] = None if first.logprobs is None else first.logprobs.tolist()
-            row["parsed"] = first.parsed
+            row["parsed"] = _parsed_or_none(first)
         if self.usage is not None:
             row.update(dataclasses.asdict(self.usage))
             del row["reasoning_tokens"]
@@ -519,6 +556,13 @@ class GenerationResult:
             return f"GenerationResult(kv_session={self.kv_session!r})"
         more = f", {len(self.outputs)} outputs" if len(self.outputs) > 1 else ""
         return f"GenerationResult({_short(self.text)}, {len(self.tokens)} tokens, {self.finish_reason}{more})"
+
+
+def _parsed_or_none(output: GenerationOutput) -> Any:
+    try:
+        return output.parsed
+    except IncompleteOutput:
+        return None
 
 
 def _short(text: str) -> str:

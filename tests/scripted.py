@@ -17,6 +17,7 @@ from tokenizers import decoders, models
 
 from openengine.core.config import EngineConfig
 from openengine.core.runner import KvPoolSize
+from openengine.core.task_profile import TaskProfile
 from openengine.core.tokenizer import load_tokenizer
 from openengine.engine import Engine, LoadedModel
 from openengine.ops.batch import ForwardBatch
@@ -130,6 +131,10 @@ def scripted_engine(
             eos_token_ids=eos_token_ids,
             generation_config=generation_config or {},
             load_seconds=0.0,
+            profile=TaskProfile(),
+            device=SPEC.device,
+            dtype=SPEC.dtype,
+            max_len=max_len,
         ),
     )
     return engine

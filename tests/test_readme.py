@@ -13,7 +13,7 @@ README = (Path(__file__).parents[1] / "README.md").read_text("utf-8")
 
 
 @pytest.mark.timeout(300)
-def test_the_examples_run_as_written(smollm2):
+def test_the_examples_run_as_written(smollm2, minilm):
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert len(blocks) >= 8
     scope: dict[str, object] = {}

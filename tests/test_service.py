@@ -159,7 +159,6 @@ def test_what_it_does_not_do_is_refused_in_the_contracts_order(engine):
         lambda: engine.embed(embed_request()),
         lambda: engine.embed("text"),
         lambda: engine.classify("text"),
-        lambda: engine.score("query", ["document"]),
         lambda: engine.load_lora("a", "/tmp"),
         lambda: engine.unload_lora("a"),
         engine.list_loras,

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from openengine.core.guided import GuideCompiler, NoGuides
 from openengine.core.output import OutputStream
 from openengine.core.sequence import SequenceGroup
 from openengine.core.tokenizer import Tokenizer
@@ -117,19 +118,20 @@ class RequestPreparer:
         defaults: SamplingParams,
         default_max_tokens: int | None,
         seed: int | None,
+        guides: GuideCompiler | NoGuides,
+        jump_ahead: bool,
     ) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
+        self._guides = guides
+        self._jump_ahead = jump_ahead
         self._defaults = defaults
         self._default_max_tokens = default_max_tokens
         self._seed = seed
         self._counter = itertools.count()
 
-    def prepare(self, request: GenerateRequest) -> SequenceGroup:
-        """Check `request` against the model and build its group (no sink yet).
-
-        Raises the error that a server would answer with instead of accepting the request.
-        """
+    def check(self, request: GenerateRequest) -> None:
+        """Find what is wrong with `request` that neither its prompt nor its guide decides. Raises as `prepare`."""
         limits = self._limits
         if isinstance(request.request_id, str) and not request.request_id:
             raise InvalidArgument("request_id is empty; leave it out to get a fresh one")
@@ -140,6 +142,14 @@ class RequestPreparer:
         validate_request(request)
         _refuse_unsupported(request)
         self._check_ids(request)
+
+    def prepare(self, request: GenerateRequest) -> SequenceGroup:
+        """Check `request` against the model and build its group (no sink yet). Waits for its guide to be compiled.
+
+        Raises the error that a server would answer with instead of accepting the request.
+        """
+        self.check(request)
+        limits = self._limits
         sampling = self._effective_sampling(request.sampling)
         stopping = _plain(request.stopping)
         prompt_ids = self._prompt_ids(request)
@@ -150,6 +160,7 @@ class RequestPreparer:
                 f"{len(prompt_ids)} ({reason.removesuffix(' reached')}); lower it or make room"
             )
         response = self._effective_response(request.response, len(prompt_ids), max_len, sampling.num_sequences)
+        guide = None if request.guided is None else self._guides.compile(request.guided)
         group = SequenceGroup(
             request_id=request.request_id or str(uuid.uuid4()),
             prompt_ids=prompt_ids,
@@ -166,6 +177,9 @@ class RequestPreparer:
             cache_salt=request.kv.cache_salt,
             bypass_prefix_cache=bool(request.kv.bypass_prefix_cache),
             score_start=max(1, response.prompt_logprob_start or 0) if response.return_prompt_logprobs else None,
+            guide=guide,
+            # A token that is not drawn has no logprob.
+            jumps_ahead=self._jump_ahead and guide is not None and not response.return_output_logprobs,
         )
         for seq in group.sequences:
             seq.stream = OutputStream(
@@ -185,8 +199,10 @@ class RequestPreparer:
                 warnings.warn(
                     "the prompt begins with the text of the BOS token and the tokenizer adds one too, so the model sees "
                     "two; use chat() or messages= for chat templates, or pass token ids",
-                    stacklevel=4,
+                    stacklevel=5,
                 )
+            if len(request.prompt) >= limits.max_model_len:  # else it is short enough to be tokenized
+                self._check_fewest_tokens(request.prompt)
             ids = np.asarray(self._tokenizer.encode(request.prompt), dtype=np.int64)
         else:
             ids = as_token_ids(request.token_ids)
@@ -208,6 +224,16 @@ class RequestPreparer:
                 details={"needed_tokens": len(ids) + 1, "available_tokens": limits.num_kv_tokens},
             )
         return ids.astype(np.int32)
+
+    def _check_fewest_tokens(self, prompt: str) -> None:
+        """Refuse what cannot fit whatever its tokens are: a huge prompt takes seconds to tokenize."""
+        limits, fewest = self._limits, self._tokenizer.fewest_tokens(prompt)
+        if fewest >= limits.max_model_len:
+            raise InvalidArgument(
+                f"the prompt of {len(prompt)} characters has at least {fewest} tokens, max_model_len is {limits.max_model_len} "
+                "and at least one must be left for the output; shorten the prompt or raise max_model_len",
+                details={"prompt_tokens_at_least": fewest, "max_model_len": limits.max_model_len},
+            )
 
     def _max_len(self, num_prompt: int, stopping: StoppingOptions) -> tuple[int, str]:
         limits = self._limits
@@ -346,5 +372,3 @@ def _refuse_unsupported(request: GenerateRequest) -> None:
         raise UnsupportedTask(f"lora_name {request.lora_name!r}: this engine serves no LoRA adapters; leave it out")
     if request.media:
         raise UnsupportedFeature(f"{len(request.media)} media items: the model takes text only; leave them out")
-    if request.guided is not None:
-        raise UnsupportedFeature("guided decoding is not available in this engine; leave the guide out")

@@ -14,7 +14,8 @@ __all__ = ["EngineConfig"]
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _KERNELS = ("auto", "native", "torch", "flash")
 
-_REQUIRED = ("max_num_seqs", "max_num_batched_tokens", "max_queued_requests", "tensor_parallel_size")
+_REQUIRED = ("max_num_seqs", "max_queued_requests", "tensor_parallel_size", "guide_max_bytes")
+_MAX_GUIDE_TIMEOUT_S = 3600
 # Far above any use, and low enough that no table or thread pool of that size brings the process down.
 _LIMITS = {
     "max_num_seqs": 1 << 16,
@@ -25,7 +26,9 @@ _LIMITS = {
     "max_model_len": 1 << 31,
     "block_size": 1 << 16,
     "num_kv_blocks": 1 << 48,
+    "guide_max_bytes": 1 << 30,
 }
+_DECODER_STEP, _ENCODER_STEP = 512, 2048  # tokens; an encoder gains nothing from more, and its caches lose
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,8 @@ class EngineConfig:
     seed: makes requests without a seed reproducible in order of arrival; None draws fresh entropy.
     num_threads: intra-op threads of the engine's own thread; None leaves torch's setting alone.
     max_model_len: longest prompt + output, in tokens; None is the least of model and KV pool.
-    max_num_seqs: sequences that run at once.  max_num_batched_tokens: tokens computed per step.
+    max_num_seqs: sequences that run at once, of a model with a KV cache.  max_num_batched_tokens: tokens computed per
+    step; None is 512, or max_num_seqs if that is more, and 2048 for an encoder, whose items are computed whole.
     max_queued_requests: accepted requests that may wait before `submit` raises Overloaded.
     block_size: tokens per KV block; None asks the backend.  num_kv_blocks: size of the KV pool;
     None takes `kv_memory_fraction` of the memory that is free after loading (a quarter on a CPU,
@@ -49,6 +53,10 @@ class EngineConfig:
     kernels: "auto", "native", "torch" or "flash".
     default_sampling: used for what a request leaves open.  generation_config: whether the
     checkpoint's own generation_config.json comes after that.
+    score_template: how a causal model is asked about a query and a document, where its files do not say: a known
+    template ("qwen3-reranker") or a text with {query}, {document} and perhaps {instruction}, answered by "yes" or "no".
+    guide_timeout_s, guide_max_bytes: limits of compiling one guide, and of its source in UTF-8.
+    guide_jump_ahead: append the tokens that a guide forces without a step for each; changes no output.
     """
 
     model_path: str
@@ -63,7 +71,7 @@ class EngineConfig:
     num_threads: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: int | None = None
     max_queued_requests: int = 4096
     block_size: int | None = None
     num_kv_blocks: int | None = None
@@ -73,13 +81,17 @@ class EngineConfig:
     kernels: str = "auto"
     default_sampling: SamplingParams = SamplingParams()
     generation_config: bool = True
+    score_template: str | None = None
+    guide_timeout_s: float = 10.0
+    guide_max_bytes: int = 512 * 1024
+    guide_jump_ahead: bool = True
 
     def __post_init__(self) -> None:
         for name in ("model_path", "device"):
             _check_type(name, getattr(self, name), str)
-        for name in ("served_model_name", "quantization"):
+        for name in ("served_model_name", "quantization", "score_template"):
             _check_type(name, getattr(self, name), str | None)
-        for name in ("enable_prefix_cache", "generation_config"):
+        for name in ("enable_prefix_cache", "generation_config", "guide_jump_ahead"):
             _check_type(name, getattr(self, name), bool)
         _check_type("default_sampling", self.default_sampling, SamplingParams)
         if not isinstance(self.aliases, (tuple, list)) or not all(isinstance(alias, str) for alias in self.aliases):
@@ -101,7 +113,13 @@ class EngineConfig:
         is_number = isinstance(fraction, (int, float)) and not isinstance(fraction, bool)
         if fraction is not None and not (is_number and 0 < fraction <= 1):
             raise InvalidArgument(f"kv_memory_fraction must be a number in (0, 1], not {fraction!r:.80}")
-        if self.max_num_seqs > self.max_num_batched_tokens:
+        timeout = self.guide_timeout_s
+        is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+        if not (is_number and 0 < timeout <= _MAX_GUIDE_TIMEOUT_S):
+            raise InvalidArgument(
+                f"guide_timeout_s must be a number in (0, {_MAX_GUIDE_TIMEOUT_S}], not {timeout!r:.80}"
+            )
+        if self.max_num_batched_tokens is not None and self.max_num_seqs > self.max_num_batched_tokens:
             raise InvalidArgument(
                 f"max_num_seqs {self.max_num_seqs} exceeds max_num_batched_tokens {self.max_num_batched_tokens}: a step "
                 "computes at least one token for each running sequence; lower the first or raise the second"
@@ -114,6 +132,12 @@ class EngineConfig:
             raise UnsupportedFeature(f"quantization {self.quantization!r} is not supported; use 'int8' or None")
         if self.tensor_parallel_size != 1:
             raise UnsupportedFeature(f"tensor_parallel_size {self.tensor_parallel_size} is not supported yet; use 1")
+
+    def tokens_per_step(self, *, is_encoder: bool) -> int:
+        """`max_num_batched_tokens`, chosen where it was left open."""
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        return _ENCODER_STEP if is_encoder else max(_DECODER_STEP, self.max_num_seqs)
 
     @classmethod
     def field_names(cls) -> tuple[str, ...]:

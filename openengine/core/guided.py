@@ -6,20 +6,34 @@ what the guides mean (guides/), applying masks (sampler.py), when a sequence end
     GuidedDecoding ─ GuideCompiler.submit ─ CompiledGuide ─ start ─ GuideState ─ fill_masks ─▶ i32[S, ceil(V / 32)]
                      (worker, cached)                        (one per sequence)  accept ◀─ drawn token
 
+Where a guide leaves only one text to come, its tokens are those that the tokenizer writes for that text: no others are
+legal, so that appending them at once (`GuideState.forced`) gives what drawing them one by one would.
+
 The backend is llguidance, behind guides/backend.py.
 """
 
 from __future__ import annotations
 
+import copy
+import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from dataclasses import fields
+from typing import Any, NoReturn
 
 import numpy as np
 
-from openengine.core.guides.backend import Backend, BackendRefused, GuideTokenizer, first_line, import_backend
+from openengine.core.guides.backend import (
+    MISSING,
+    Backend,
+    BackendRefused,
+    GuideTokenizer,
+    first_line,
+    import_backend,
+    is_installed,
+)
 from openengine.core.guides.gbnf import add_gbnf
 from openengine.core.guides.grammar import Grammar, GrammarTooLarge
 from openengine.core.guides.language import TooComplex, is_empty, literal, union
@@ -28,10 +42,10 @@ from openengine.core.guides.schema_grammar import add_schema
 from openengine.core.guides.schema_source import parse_json
 from openengine.core.guides.structural_tag import add_structural_tag
 from openengine.core.guides.work import CompileTimeout, Work
-from openengine.errors import InternalError, InvalidArgument, UnsupportedFeature
-from openengine.types import GuidedDecoding
+from openengine.errors import InternalError, InvalidArgument, PreconditionFailed, UnsupportedFeature
+from openengine.types import GuidedDecoding, GuidedDecodingMode
 
-__all__ = ["CompiledGuide", "GuideCompiler", "GuideState"]
+__all__ = ["CompiledGuide", "GuideCompiler", "GuideState", "NoGuides", "guide_compiler"]
 
 BACKEND = "llguidance"
 
@@ -44,8 +58,44 @@ _LEAST_GRAMMAR_BYTES = 1 << 20
 _KINDS = ("json_schema", "regex", "ebnf_grammar", "structural_tag", "choice", "json_object")
 
 
+def guide_compiler(
+    tokenizer: GuideTokenizer,
+    vocab_size: int,
+    eos_token_ids: Sequence[int],
+    *,
+    timeout_s: float,
+    max_bytes: int,
+) -> GuideCompiler | NoGuides:
+    """A compiler, or what refuses every guide where none can work; arguments as for `GuideCompiler`."""
+    if not is_installed():
+        return NoGuides(MISSING)
+    try:
+        return GuideCompiler(tokenizer, vocab_size, eos_token_ids, timeout_s=timeout_s, max_bytes=max_bytes)
+    except UnsupportedFeature as exc:
+        return NoGuides(exc.message)
+
+
+class NoGuides:
+    """In place of a compiler: no guide works, for `reason`."""
+
+    modes: tuple[GuidedDecodingMode, ...] = ()
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def submit(self, guide: GuidedDecoding) -> NoReturn:
+        raise UnsupportedFeature(self._reason)
+
+    compile = submit
+
+    def close(self) -> None:
+        pass
+
+
 class GuideCompiler:
     """Compiles guides for one vocabulary. Safe to use from many threads; `close` ends its workers."""
+
+    modes = tuple(GuidedDecodingMode)
 
     def __init__(
         self,
@@ -61,9 +111,12 @@ class GuideCompiler:
         self.vocab_size = vocab_size
         self._eos_token_ids = tuple(sorted({token for token in eos_token_ids if token < vocab_size}))
         if not self._eos_token_ids:
-            raise UnsupportedFeature("guided decoding needs an end-of-sequence token, and this model has none")
+            raise UnsupportedFeature(
+                "guided decoding needs an end-of-sequence token, and this model has none; leave the guide out"
+            )
         self._timeout_s = timeout_s
         self._max_bytes = max_bytes
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._futures: OrderedDict[GuidedDecoding, Future[CompiledGuide]] = OrderedDict()
         self._workers = ThreadPoolExecutor(_NUM_WORKERS, thread_name_prefix="openengine-guide")
@@ -73,8 +126,12 @@ class GuideCompiler:
     def submit(self, guide: GuidedDecoding) -> Future[CompiledGuide]:
         """Compile in a worker thread; the same guide is compiled once. The future raises as `compile` does.
 
-        Raises: InvalidArgument when the guide is malformed on its face; UnsupportedFeature when llguidance is missing.
+        Raises: InvalidArgument when the guide is malformed on its face, or compiled by another engine; UnsupportedFeature
+        when llguidance is missing; PreconditionFailed when the compiler is closed.
         """
+        self._check_process()
+        if isinstance(guide, CompiledGuide):
+            return self._own(guide)
         kind, source = _only_guide(guide)
         size = len(source.encode("utf-8", "replace"))
         if size > self._max_bytes:
@@ -86,7 +143,7 @@ class GuideCompiler:
             shared = self._futures.get(guide)
             is_new = shared is None
             if is_new:
-                shared = self._futures[guide] = self._in_worker(self._compile, guide, kind)
+                shared = self._futures[guide] = self.in_worker(self._compile, guide, kind)
                 while len(self._futures) > _MAX_CACHED:
                     self._futures.popitem(last=False)
             self._futures.move_to_end(guide)
@@ -107,15 +164,34 @@ class GuideCompiler:
     def close(self) -> None:
         """Stop the workers once they finish what they are at; what waits is cancelled. Idempotent."""
         self._workers.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            self._futures.clear()
 
-    def _in_worker(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+    def in_worker(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         """Run in a worker thread, whose stack is large: the backend follows a grammar's references by recursion."""
+        self._check_process()
         with _stack_size_lock:
             usual = threading.stack_size(_STACK_BYTES)
             try:
                 return self._workers.submit(function, *args)
+            except RuntimeError:
+                raise PreconditionFailed("the engine is closed; create a new Engine") from None
             finally:
                 threading.stack_size(usual)
+
+    def _check_process(self) -> None:
+        # A fork copies neither the workers nor the state of the locks.
+        if os.getpid() != self._pid:
+            raise PreconditionFailed("this engine was created in another process; create one in each process")
+
+    def _own(self, guide: CompiledGuide) -> Future[CompiledGuide]:
+        if guide.compiler is not self:
+            raise InvalidArgument(
+                "the guide was compiled by another engine, for its tokenizer; compile it with this one"
+            )
+        done: Future[CompiledGuide] = Future()
+        done.set_result(guide)
+        return done
 
     def _forget_failure(self, guide: GuidedDecoding, future: Future[CompiledGuide]) -> None:
         if future.cancelled() or future.exception() is not None:
@@ -124,13 +200,14 @@ class GuideCompiler:
                     del self._futures[guide]
 
     def _compile(self, guide: GuidedDecoding, kind: str) -> CompiledGuide:
+        backend = self._shared_backend()  # made once, and not of this guide's time
         work = Work(self._timeout_s)
         source = _only_guide(guide)[1]
         grammar = Grammar(max_bytes=_LEAST_GRAMMAR_BYTES + _BYTES_PER_SOURCE_BYTE * len(source))
         what = kind.replace("_", " ")
         try:
             text = grammar.text(_FRONT_ENDS[kind](grammar, guide, work))
-            compiled = CompiledGuide(self._shared_backend(), text, self.vocab_size, self._in_worker)
+            compiled = CompiledGuide(guide, self, backend, text)
             if work.remaining_s < 0:
                 raise CompileTimeout
         except CompileTimeout:
@@ -163,25 +240,35 @@ class GuideCompiler:
         assert self._backend is not None, "a state comes from a compiled guide"
         live = [(row, state) for row, state in enumerate(states) if state is not None]
         out[[row for row, state in enumerate(states) if state is None]] = -1
-        self._backend.fill([(state.matcher, row) for row, state in live], out)
+        self._backend.fill([(state.matcher, row) for row, state in live if not state.forced], out)
         complete = np.zeros(len(states), np.bool_)
         for row, state in live:
             complete[row] = state.finish_mask(out[row])
         return complete
 
 
-class CompiledGuide:
-    """A guide ready for use. Immutable and safe to use from many threads."""
+class CompiledGuide(GuidedDecoding):
+    """A guide ready for use, and usable wherever the guide is that it was compiled from. Safe to use from many threads.
 
-    __slots__ = ("_backend", "_grammar", "_in_worker", "_judge", "_prototype", "_vocab_size")
+    `source` is that guide, which holds on to nothing. `compiler` is the one that made it; another refuses it.
+    """
 
-    def __init__(self, backend: Backend, grammar: str, vocab_size: int, in_worker: Callable[..., Future[Any]]) -> None:
-        self._backend = backend
-        self._in_worker = in_worker
-        self._grammar = grammar
-        self._vocab_size = vocab_size
-        self._prototype = backend.matcher(grammar)
-        self._judge: Any = None
+    __slots__ = ("_backend", "_grammar", "_judge", "_prototype", "compiler", "source")
+
+    def __init__(self, guide: GuidedDecoding, compiler: GuideCompiler, backend: Backend, grammar: str) -> None:
+        super().__init__(**{field.name: getattr(guide, field.name) for field in fields(GuidedDecoding)})
+        self._set("source", guide)
+        self._set("compiler", compiler)
+        self._set("_backend", backend)
+        self._set("_grammar", grammar)
+        self._set("_prototype", backend.matcher(grammar))
+        self._set("_judge", None)
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)  # the values that it is made of are frozen
+
+    def __reduce__(self) -> Any:
+        return copy.copy, (self.source,)
 
     def accepts(self, text: str) -> bool:
         """Whether `text` is a complete output under the guide. Raises InvalidArgument if that is too hard to tell."""
@@ -198,7 +285,7 @@ class CompiledGuide:
         except UnicodeEncodeError:
             return None  # a lone surrogate, which no output holds
         if self._judge is None:
-            self._judge = self._in_worker(self._backend.byte_matcher, self._grammar).result()
+            self._set("_judge", self.compiler.in_worker(self._backend.byte_matcher, self._grammar).result())
         matcher = self._judge.deep_copy()
         taken = matcher.validate_tokens(data)
         if taken == len(data):
@@ -209,12 +296,21 @@ class CompiledGuide:
             )
         return matcher if taken == len(data) else None
 
-    def start(self, token_ids: Sequence[int] = (), *, stop_token_ids: Sequence[int] = ()) -> GuideState:
+    def start(
+        self, token_ids: Sequence[int] = (), *, stop_token_ids: Iterable[int] = (), ignore_eos: bool = False
+    ) -> GuideState:
         """The state of a new sequence, or of one that has produced `token_ids` (after preemption).
 
         stop_token_ids: ids beside EOS that end the output; they too are illegal until the guide may end.
+        ignore_eos: EOS is legal only where nothing else may follow.
         """
-        state = GuideState(self._prototype.deep_copy(), self._backend.eos_token_ids, stop_token_ids, self._vocab_size)
+        state = GuideState(
+            self._prototype.deep_copy(),
+            self._backend.eos_token_ids,
+            stop_token_ids,
+            vocab_size=self.compiler.vocab_size,
+            ignore_eos=ignore_eos,
+        )
         for token in token_ids:
             state.accept(token)
         return state
@@ -224,20 +320,28 @@ class GuideState:
     """One sequence under its guide. Owned by the loop thread.
 
     error: why the guide can no longer be followed; None while all is well.
+    forced: the tokens that must come next, whatever the logits, in reverse; usually none. While there are any, the first
+    of them is the only legal token.
     """
 
-    __slots__ = ("_eos_token_ids", "_stop_bits", "_stop_token_ids", "_stop_words", "error", "matcher")
+    __slots__ = ("_ends", "_eos_token_ids", "_held_eos", "_stop_token_ids", "error", "forced", "matcher")
 
     def __init__(
-        self, matcher: Any, eos_token_ids: frozenset[int], stop_token_ids: Sequence[int], vocab_size: int
+        self,
+        matcher: Any,
+        eos_token_ids: frozenset[int],
+        stop_token_ids: Iterable[int],
+        *,
+        vocab_size: int,
+        ignore_eos: bool,
     ) -> None:
         self.matcher = matcher
         self.error: str | None = None
         self._eos_token_ids = eos_token_ids
         self._stop_token_ids = frozenset(token for token in stop_token_ids if token < vocab_size) - eos_token_ids
-        stops = sorted(self._stop_token_ids)
-        self._stop_words = np.array([token // 32 for token in stops], np.int64)
-        self._stop_bits = np.array([1 << token % 32 for token in stops], np.uint32)
+        self._ends = _Bits(self._stop_token_ids)
+        self._held_eos = _Bits(eos_token_ids) if ignore_eos else None
+        self.forced = self._find_forced()
 
     @property
     def may_end(self) -> bool:
@@ -257,29 +361,69 @@ class GuideState:
         if is_end or not self.matcher.consume_token(token):
             self.error = first_line(self.matcher.get_error()) or "it ends the output too early"
             raise InternalError(f"token {token} is not legal under the guide: {self.error}")
+        if self.forced and self.forced[-1] == token:
+            self.forced.pop()
+            if self.forced:
+                return
+        self.forced = self._find_forced()
 
-    def forced_tokens(self) -> list[int]:
-        """The tokens that must come next, whatever the logits, as the tokenizer writes them; usually none."""
-        return self.matcher.compute_ff_tokens()
+    def _find_forced(self) -> list[int]:
+        """Looked for only where the tokens found before are used up, so that they are the same however they are taken."""
+        tokens = self.matcher.compute_ff_tokens()
+        if tokens and self._stop_token_ids:
+            # A stop id does not go on with the text; it must be written with other tokens.
+            at = next((at for at, token in enumerate(tokens) if token in self._stop_token_ids), len(tokens))
+            tokens = tokens[:at]
+        return tokens[::-1]
 
     def copy(self) -> GuideState:
         """An independent state at the same place."""
         twin = object.__new__(GuideState)
         for name in self.__slots__:
             setattr(twin, name, getattr(self, name))
-        twin.matcher = self.matcher.deep_copy()
+        twin.matcher, twin.forced = self.matcher.deep_copy(), self.forced.copy()
         return twin
 
     def finish_mask(self, row: np.ndarray) -> bool:
-        """Put the stop ids right in a mask row i32[ceil(V / 32)]; returns `is_complete`."""
+        """Put forced tokens and ends right in a mask row i32[ceil(V / 32)]; returns `is_complete`."""
         if self.matcher.is_error():
             self.error = first_line(self.matcher.get_error())
             row[:] = 0
             return False
-        words, may_end = row.view(np.uint32), self.may_end
-        for word, bit in zip(self._stop_words, self._stop_bits, strict=True):
-            words[word] = words[word] | bit if may_end else words[word] & ~bit
-        return may_end and self.matcher.is_stopped()
+        if self.forced:
+            row[:] = 0
+            _Bits(self.forced[-1:]).set_in(row)
+            return False
+        may_end = self.may_end
+        is_complete = may_end and self.matcher.is_stopped()
+        if may_end:
+            self._ends.set_in(row)
+        else:
+            self._ends.clear_in(row)
+        if self._held_eos is not None and not is_complete:
+            self._held_eos.clear_in(row)
+        return is_complete
+
+
+class _Bits:
+    """Some tokens, to be set or cleared in mask rows i32[ceil(V / 32)]."""
+
+    __slots__ = ("_bits", "_words")
+
+    def __init__(self, tokens: Iterable[int]) -> None:
+        words: dict[int, int] = {}
+        for token in tokens:
+            words[token // 32] = words.get(token // 32, 0) | 1 << token % 32
+        self._words = np.array(list(words), np.int64)
+        self._bits = np.array(list(words.values()), np.uint32).view(np.int32)
+
+    def set_in(self, row: np.ndarray) -> None:
+        if len(self._words):
+            row[self._words] |= self._bits
+
+    def clear_in(self, row: np.ndarray) -> None:
+        if len(self._words):
+            row[self._words] &= ~self._bits
 
 
 # ---- validation and front ends ---------------------------------------------------------------------

@@ -34,7 +34,9 @@ from openengine.core.runtime_events import RuntimeEventBus
 from openengine.core.scheduler import Scheduler, StepPlan, TokenDelta
 from openengine.core.sequence import Sequence, SequenceGroup, SequenceState
 from openengine.core.subscription import Subscription, Waiter, wake
+from openengine.core.task_work import TaskItemOutput
 from openengine.errors import (
+    Cancelled,
     Draining,
     DuplicateRequest,
     InternalError,
@@ -53,6 +55,7 @@ from openengine.types import (
     GenerationFinished,
     LoadInfo,
     PromptOutput,
+    StopMatch,
     TokenInfo,
 )
 
@@ -73,7 +76,9 @@ class LoopState(enum.Enum):
 class Sink(Protocol):
     """Receives one request's events, in the loop thread."""
 
-    def deliver(self, events: list[GenerateEvent], *, error: OpenEngineError | None, is_last: bool) -> list[Waiter]:
+    def deliver(
+        self, events: list[GenerateEvent | TaskItemOutput], *, error: OpenEngineError | None, is_last: bool
+    ) -> list[Waiter]:
         """Take events; returns who waits for them in event loops. Must not block or raise."""
 
 
@@ -116,7 +121,7 @@ class EngineLoop:
         self._finished_ids: OrderedDict[str, None] = OrderedDict()
         # A put from a destructor that the garbage collector runs inside another put is safe with this queue only.
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._deliveries: dict[SequenceGroup, list[GenerateEvent]] = {}
+        self._deliveries: dict[SequenceGroup, list[GenerateEvent | TaskItemOutput]] = {}
         self._errors: dict[SequenceGroup, OpenEngineError] = {}
         self._waiters: list[Waiter] = []  # readers of KV events, woken with the rest of the step
         self._load = self._snapshot()
@@ -259,10 +264,17 @@ class EngineLoop:
             self._thread.join()
             trim_allocator()  # once more: what its workers held has come back only now
 
-    def _check_acceptable(self, group: SequenceGroup) -> None:
+    def check_accepting(self) -> None:
+        """Raises what `admit` raises for every request at present: PreconditionFailed (closed) or Draining."""
         self._check_open()
-        if self.state is LoopState.DRAINING and not group.is_probe:
+        if self.state is LoopState.DRAINING:
             raise Draining("the engine is draining and takes no new requests; send it to another engine")
+
+    def _check_acceptable(self, group: SequenceGroup) -> None:
+        if group.is_probe:
+            self._check_open()
+        else:
+            self.check_accepting()
         if group.request_id in self._open:
             raise DuplicateRequest(
                 f"request_id {group.request_id!r:.80} is in flight; wait for it to finish or choose another id"
@@ -339,6 +351,7 @@ class EngineLoop:
         self._tell_forward_pass(plan, time.monotonic() - started)
         if result is not None:
             self._process(self._commit(plan, result))
+            self._finish_items(result.pooled)
         self.num_steps += 1
         return plan
 
@@ -375,7 +388,7 @@ class EngineLoop:
             for item in plan.scheduled:
                 for seq in item.samples:
                     if sampled.failed[row] and not seq.is_finished:
-                        self._fail(seq.group, InternalError("the model returned logits that are not numbers (NaN)"))
+                        self._fail(seq.group, _why_no_token(seq))
                     row += 1
         token_ids = sampled.token_ids.tolist()
         deltas = self._scheduler.commit(plan, token_ids)
@@ -415,17 +428,49 @@ class EngineLoop:
             else:
                 match = stream.push(info, seq.num_output)
                 reason = FinishReason.STOP if match is not None else reason
+                if match is None and seq.guide_state is not None:
+                    try:
+                        reason, match = self._follow_guide(seq, info.token_id, reason)
+                    except InternalError as exc:
+                        self._fail(group, exc)
+                        continue
             output = stream.take() if reason is None else stream.finish()
             if output is not None:
                 self._emit(group, output)
             if reason is not None:
+                message = _length_message(seq, info) if reason is FinishReason.LENGTH else ""
                 self._scheduler.finish(seq, reason, match)
-                message = group.max_len_reason if reason is FinishReason.LENGTH else ""
                 self._emit_finished(seq, message)
+
+    def _follow_guide(
+        self, seq: Sequence, token_id: int, reason: FinishReason | None
+    ) -> tuple[FinishReason | None, StopMatch | None]:
+        """Tell the guide of the drawn token, and append those that must come after it; says how they end the output."""
+        state = seq.guide_state
+        state.accept(token_id)
+        while seq.group.jumps_ahead and state.forced and reason is None:
+            token_id = state.forced[-1]
+            reason = self._scheduler.append_forced(seq, token_id)
+            match = seq.stream.push(TokenInfo(token_id, self._token_text(token_id)), seq.num_output)
+            if match is not None:
+                return FinishReason.STOP, match
+            state.accept(token_id)
+        return reason, None
+
+    def _finish_items(self, pooled: list[tuple[Sequence, np.ndarray]]) -> None:
+        """Emit what the items of tasks have become, and end them."""
+        for seq, values in pooled:
+            if seq.is_finished:
+                continue  # its request failed with an item before it
+            if not np.isfinite(values).all():
+                self._fail(seq.group, InternalError("the model returned values that are not numbers (NaN)"))
+                continue
+            self._emit(seq.group, TaskItemOutput(seq.index, values))
+            self._scheduler.finish(seq, FinishReason.STOP)
 
     # ---- events ----------------------------------------------------------------------------------
 
-    def _emit(self, group: SequenceGroup, event: GenerateEvent) -> None:
+    def _emit(self, group: SequenceGroup, event: GenerateEvent | TaskItemOutput) -> None:
         self._deliveries.setdefault(group, []).append(event)
 
     def _emit_prompt(self, group: SequenceGroup) -> None:
@@ -444,6 +489,9 @@ class EngineLoop:
         self._emit(group, GenerationFinished(seq.index, seq.finish_reason, message, seq.stop_match, usage))
 
     def _cancel(self, group: SequenceGroup) -> None:
+        if group.task is not None:
+            self._cancel_items(group)
+            return
         for seq in group.sequences:
             if not seq.is_finished:
                 output = seq.stream.finish()
@@ -451,6 +499,16 @@ class EngineLoop:
                     self._emit(group, output)
                 self._scheduler.finish(seq, FinishReason.CANCELLED)
                 self._emit_finished(seq)
+
+    def _cancel_items(self, group: SequenceGroup) -> None:
+        """A task has no partial result: it ends with an error."""
+        if group.is_finished:
+            return
+        for seq in group.sequences:
+            if not seq.is_finished:
+                self._scheduler.finish(seq, FinishReason.CANCELLED)
+        self._errors[group] = Cancelled(f"request {group.request_id!r:.80} was cancelled")
+        self._deliveries.setdefault(group, [])
 
     def _fail(self, group: SequenceGroup, error: OpenEngineError) -> None:
         for seq in group.sequences:
@@ -567,7 +625,7 @@ class EngineLoop:
     def _snapshot(self, plan: StepPlan | None = None) -> LoadInfo:
         running = self._scheduler.running
         blocks = self._scheduler.blocks
-        num_running = len({id(seq.group) for seq in running})
+        num_running = self._scheduler.num_running_groups
         scheduled = plan.scheduled if plan is not None else ()
         num_decodes = plan.num_decodes if plan is not None else 0
         return LoadInfo(
@@ -579,7 +637,26 @@ class EngineLoop:
             used_kv_blocks=blocks.num_used,
             total_kv_blocks=blocks.num_blocks,
             running_tokens=sum(seq.num_computed for seq in running),
-            waiting_tokens=sum(seq.num_tokens for seq in self._scheduler.waiting),
+            waiting_tokens=self._scheduler.num_waiting_tokens,
             prefill_batch_size=len(scheduled) - num_decodes,
             decode_batch_size=num_decodes,
         )
+
+
+def _why_no_token(seq: Sequence) -> InternalError:
+    """Why no token could be drawn: the model's logits, or a guide that allows none."""
+    if seq.guide_state is not None and seq.guide_state.error is not None:
+        return InternalError(f"the guide cannot be followed any further: {seq.guide_state.error}")
+    also = "" if seq.guide_state is None else ", or its guide and its stop token ids leave no token"
+    return InternalError(f"the model returned logits that are not numbers (NaN){also}")
+
+
+def _length_message(seq: Sequence, last: TokenInfo | None) -> str:
+    """Which limit ended an output, and under a guide what that cut."""
+    message, state = seq.group.max_len_reason, seq.guide_state
+    if state is None:
+        return message
+    if last is None:
+        return f"{message}; nothing was generated under the guide"
+    cut = "complete under its guide" if state.may_end else "cut off before it was complete under its guide"
+    return f"{message}; the output is {cut}"

@@ -27,6 +27,7 @@ from openengine.types import (
     GenerationFinished,
     GenerationOutput,
     GenerationResult,
+    GuidedDecoding,
     KvSessionRef,
     LogProb,
     PrefillReady,
@@ -257,8 +258,10 @@ class ResultCollector:
         *,
         sampling: SamplingParams | None = None,
         stopping: StoppingOptions | None = None,
+        guide: GuidedDecoding | None = None,
     ) -> None:
         self._request_id = request_id
+        self._guide = guide
         self._sampling = sampling
         self._stopping = stopping
         self._outputs: dict[int, _CollectedOutput] = {}
@@ -297,6 +300,7 @@ class ResultCollector:
                     finish_reason=output.finish_reason,
                     stop_match=output.stop_match,
                     message=output.message,
+                    guide=self._guide,
                 )
                 for index, output in sorted(self._outputs.items())
             ),

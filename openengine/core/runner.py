@@ -6,12 +6,16 @@ comes in the plan, what to do with the tokens is the scheduler's and the output'
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from openengine.core.config import EngineConfig
+from openengine.core.guide_masks import StepMasks
+from openengine.core.guided import GuideCompiler, GuideState
+from openengine.core.item_pooling import ItemPooling
 from openengine.core.memory import available_bytes
 from openengine.core.models.layers import CausalLM
 from openengine.core.sampler import SampledBatch, Sampler, SlotParams
@@ -20,8 +24,12 @@ from openengine.core.sequence import Sequence
 from openengine.core.slots import SlotTable
 from openengine.errors import InvalidArgument
 from openengine.ops.attention import AttentionBackend
+from openengine.ops.attention_native import NativeAttention
 from openengine.ops.kv_cache import KvCache, KvSpec
-from openengine.ops.sampling import score_tokens
+from openengine.ops.native import native_library
+
+if TYPE_CHECKING:
+    from openengine.core.pooler import Pooler
 
 __all__ = ["KvPoolSize", "ModelRunner", "StepResult", "size_kv_pool"]
 
@@ -44,9 +52,11 @@ class KvPoolSize:
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step produced, on the host: `sampled` has one row per sampled output, in the order of the plan."""
+    """What a step produced, on the host: `sampled` has one row per sampled output, in the order of the plan; `pooled` what
+    the items of tasks have become."""
 
     sampled: SampledBatch | None
+    pooled: list[tuple[Sequence, np.ndarray]] = field(default_factory=list)
 
 
 def size_kv_pool(config: EngineConfig, spec: KvSpec, context_length: int, default_block_size: int) -> KvPoolSize:
@@ -92,12 +102,25 @@ def _check_fits(num_blocks: int, block_bytes: int, device: torch.device) -> None
 
 
 class ModelRunner:
-    """Runs one model on one device. Called by the loop thread only, inside `torch.inference_mode`."""
+    """Runs one model on one device. Called by the loop thread only, inside `torch.inference_mode`.
+
+    `pooler` serves the items of tasks; without one there are none. So it is with `guides` and guided outputs.
+    """
 
     def __init__(
-        self, model: CausalLM, backend: AttentionBackend, spec: KvSpec, pool: KvPoolSize, *, max_num_seqs: int
+        self,
+        model: CausalLM,
+        backend: AttentionBackend,
+        spec: KvSpec,
+        pool: KvPoolSize,
+        *,
+        max_num_seqs: int,
+        pooler: Pooler | None = None,
+        guides: GuideCompiler | None = None,
     ) -> None:
         self._model = model
+        self._masks = None if guides is None else StepMasks(guides, max_rows=max_num_seqs, device=spec.device)
+        self._pooling = None if pooler is None else ItemPooling(pooler)
         self._backend = backend
         self._device = spec.device
         self._windows = tuple(dict.fromkeys(model.windows))
@@ -107,43 +130,62 @@ class ModelRunner:
             max_len=min(pool.max_model_len, pool.num_tokens),
             block_size=pool.block_size,
         )
-        self._sampler = Sampler(max_slots=max_num_seqs, vocab_size=model.config.vocab_size, device=spec.device)
+        # Sampling takes the kernels that attention takes.
+        native = native_library() if isinstance(backend, NativeAttention) else None
+        self._sampler = Sampler(
+            max_slots=max_num_seqs, vocab_size=model.config.vocab_size, device=spec.device, native=native
+        )
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute `plan`: write KV, sample, and collect prompt scores into their groups."""
         self._update_slots(plan)
         if not plan.scheduled:
             return StepResult(None)
-        logits_rows, sample_rows, scored = _choose_rows(plan)
+        logits_rows, sample_rows, scored, chunks = _choose_rows(plan, self._pooling)
         batch = self._slots.build(plan, logits_rows, self.kv, self._device)
         self._backend.prepare(batch, windows=self._windows)
+        if self._masks is not None:
+            self._masks.begin(seq for item in plan.scheduled for seq in item.samples)
         hidden = self._model.forward(batch)  # [R, D]
         for item, first in scored:
             self._score_prompt(item, hidden, first)
+        pooled = []
+        if chunks:
+            pooled = self._pooling.collect([(item, hidden[rows.start : rows.stop]) for item, rows in chunks])
         if not len(sample_rows):
-            return StepResult(None)
-        if scored:
+            return StepResult(None, pooled)
+        if scored or chunks:
             hidden = hidden[torch.from_numpy(sample_rows).to(self._device)]
-        samplers = [
-            (row, seq.slot) for row, item in enumerate(i for i in plan.scheduled if i.samples) for seq in item.samples
-        ]
-        rows, slots = np.array(samplers, dtype=np.int64).T
-        return StepResult(self._sampler.sample(self._model.logits(hidden), rows, slots))
+        sampled = [item.samples for item in plan.scheduled if item.samples]
+        slots = np.array([seq.slot for samples in sampled for seq in samples], dtype=np.int64)
+        rows = np.repeat(np.arange(len(sampled)), [len(samples) for samples in sampled])
+        logits = self._model.logits(hidden)
+        mask = None if self._masks is None else self._masks.finish()
+        return StepResult(self._sampler.sample(logits, rows, slots, mask=mask), pooled)
 
     def _update_slots(self, plan: StepPlan) -> None:
         for slot in plan.released:
             self._sampler.clear_slot(slot)
+            if self._pooling is not None:
+                self._pooling.drop(slot)
         for seq in plan.admitted:
             self._slots.admit(seq)
+            if seq.item is not None:
+                continue  # nothing of it is sampled
             self._sampler.set_slot(
                 seq.slot, _slot_params(seq), seq.group.prompt_ids, seq.token_ids[seq.group.num_prompt :]
             )
+            if seq.group.guide is not None:
+                seq.guide_state = _start_guide(seq)
+        for item in plan.scheduled[plan.num_decodes :]:
+            if item.seq.guide_state is not None:
+                self._sampler.catch_up(item.seq.slot, item.seq.token_ids[item.seq.num_prompt :])
         if plan.block_copies:
             self.kv.copy_blocks(plan.block_copies)
-        for item in plan.scheduled:
-            self._slots.update(item.seq)
-            if plan.block_copies:
-                self._slots.replace_tail(item.seq)
+        self._slots.update(item.seq for item in plan.scheduled)
+        if plan.block_copies:
+            for item in plan.scheduled:
+                self._slots.replace_tail(item.seq, item.start)
 
     def _score_prompt(self, item: ScheduledSeq, hidden: torch.Tensor, first: int) -> None:
         group, (start, end) = item.seq.group, item.score
@@ -153,7 +195,7 @@ class ModelRunner:
             logits = self._model.logits(hidden[first + low - start : first + high - start])
             targets = torch.from_numpy(group.prompt_ids[low:high].astype(np.int64)).to(self._device)
             group.prompt_scores.append(
-                score_tokens(
+                self._sampler.kernels.score_tokens(
                     logits,
                     targets,
                     top_n=selection.top_n if selection else None,
@@ -174,13 +216,25 @@ def _allocate(backend: AttentionBackend, spec: KvSpec, pool: KvPoolSize) -> KvCa
         ) from exc
 
 
-def _choose_rows(plan: StepPlan) -> tuple[np.ndarray, np.ndarray, list[tuple[ScheduledSeq, int]]]:
-    """Rows of the batch that need logits, those of them that are sampled, and where each scored chunk begins."""
+def _choose_rows(
+    plan: StepPlan, pooling: ItemPooling | None
+) -> tuple[np.ndarray, np.ndarray, list[tuple[ScheduledSeq, int]], list[tuple[ScheduledSeq, range]]]:
+    """Rows of the batch whose hidden states are needed. Of those: the ones that are sampled, where each scored chunk
+    begins, and the ones of each chunk of a task."""
+    if plan.num_decodes == len(plan.scheduled):
+        every = np.arange(plan.num_decodes)
+        return every, every, [], []
     rows: list[np.ndarray | list[int]] = []
     sample_rows: list[int] = []
     scored: list[tuple[ScheduledSeq, int]] = []
+    chunks: list[tuple[ScheduledSeq, range]] = []
     count = offset = 0
     for item in plan.scheduled:
+        if item.seq.item is not None:
+            wanted = pooling.rows(item)
+            rows.append(np.arange(offset + wanted.start, offset + wanted.stop))
+            chunks.append((item, range(count, count + len(wanted))))
+            count += len(wanted)
         if item.score is not None:
             first, last = item.score
             rows.append(np.arange(offset + first - 1 - item.start, offset + last - 1 - item.start))
@@ -192,7 +246,16 @@ def _choose_rows(plan: StepPlan) -> tuple[np.ndarray, np.ndarray, list[tuple[Sch
             sample_rows.append(count)
             count += 1
     logits_rows = np.concatenate(rows).astype(np.int64) if rows else np.empty(0, dtype=np.int64)
-    return logits_rows, np.array(sample_rows, dtype=np.int64), scored
+    return logits_rows, np.array(sample_rows, dtype=np.int64), scored, chunks
+
+
+def _start_guide(seq: Sequence) -> GuideState:
+    group = seq.group
+    return group.guide.start(
+        seq.token_ids[seq.num_prompt :],
+        stop_token_ids=group.stop_token_ids,
+        ignore_eos=bool(group.stopping.ignore_eos),
+    )
 
 
 def _slot_params(seq: Sequence) -> SlotParams:

@@ -1,7 +1,7 @@
 """Sampling state by slot, and the step's entry from logits to tokens.
 
 Owns what each running sequence asked for and how often it produced each token; the loop thread is its only user. The
-arithmetic is `ops/sampling.py`. Order of the stages, each skipped when no row of the batch needs it:
+arithmetic is `ops/sampling.py` and, compiled, `ops/sampling_native.py`. Order of the stages, each skipped when no row of the batch needs it:
 
     raw logits ─ guide bitmask ─ min_tokens ─ repetition, presence, frequency ─ temperature ─ top_k ─ top_p ─ min_p ─ draw
         └──────────────────────── logprobs, ranks, candidates of the drawn tokens (always of the raw logits) ─────────┘
@@ -9,7 +9,6 @@ arithmetic is `ops/sampling.py`. Order of the stages, each skipped when no row o
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,9 +17,11 @@ import torch
 from torch import Tensor
 
 from openengine.ops import sampling
-from openengine.ops.sampling import TokenScores
+from openengine.ops.native import NativeLibrary
+from openengine.ops.sampling import SeenTokens, TokenScores
+from openengine.ops.sampling_native import NativeSampling
 
-__all__ = ["SampledBatch", "Sampler", "SlotParams"]
+__all__ = ["GuideMask", "SampledBatch", "Sampler", "SlotParams"]
 
 # Candidates gathered first for rows with top_p alone: most nuclei are smaller.
 _NUCLEUS_WIDTH = 128
@@ -68,14 +69,28 @@ class SampledBatch:
     scores: list[TokenScores | None] | None
 
 
-class _Draw(enum.IntEnum):
-    """How a slot's token is chosen. It follows from the slot's own values, so the batch cannot change a draw."""
+@dataclass(frozen=True, slots=True)
+class GuideMask:
+    """The tokens that guides allow.
 
-    GREEDY = 0
-    FULL = 1
-    TOP_K = 2
-    NUCLEUS = 3  # top_p without top_k: the mass is that of the whole vocabulary
+    pairs: i64[G], the (row, slot) pairs that have a guide.  bits: i32[G, ceil(V / 32)], bit t % 32 of word t // 32 allows
+    token t.  complete: bool[G], where only an end is left, which then comes even before `min_tokens`.
+    """
 
+    pairs: np.ndarray
+    bits: Tensor
+    complete: np.ndarray
+
+
+# How a slot's token is chosen. It follows from the slot's own values, so the batch cannot change a draw. Plain integers:
+# they are compared in every step.
+_GREEDY = 0
+_FULL = 1
+_TOP_K = 2
+_NUCLEUS = 3  # top_p without top_k: the mass is that of the whole vocabulary
+
+# Of each row of a group: token id, best logit, and whether the attempt sufficed, None where every one does.
+_Drawn = tuple[Tensor, Tensor, Tensor | None]
 
 _SLOT = np.dtype(
     [
@@ -99,10 +114,13 @@ _SLOT = np.dtype(
 
 
 class Sampler:
-    """Draws one token for each (logits row, slot) pair of a step."""
+    """Draws one token for each (logits row, slot) pair of a step. `native` holds compiled kernels to use where they serve."""
 
-    def __init__(self, *, max_slots: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self, *, max_slots: int, vocab_size: int, device: torch.device, native: NativeLibrary | None = None
+    ) -> None:
         self._vocab_size = vocab_size
+        self.kernels = sampling if native is None else NativeSampling(native)  # what passes over whole rows
         self._device = device
         self._bits = sampling.token_bits(vocab_size, device)
         self._slots = np.zeros(max_slots, _SLOT)
@@ -136,6 +154,11 @@ class Sampler:
         if self._slots[slot]["penalized"]:
             self._counts.set(slot, prompt_ids if params.repetition_penalty != 1 else (), output_ids)
 
+    def catch_up(self, slot: int, output_ids: Sequence[int]) -> None:
+        """Count the last of `output_ids` as if they had been drawn: tokens that a guide forced and nothing drew."""
+        for token in output_ids[int(self._slots["num_output"][slot]) :]:
+            self._advance(np.array([slot]), np.array([token]))
+
     def clear_slot(self, slot: int) -> None:
         """Forget `slot`."""
         self._slots[slot] = np.zeros((), _SLOT)
@@ -144,31 +167,30 @@ class Sampler:
         self._counts.clear(slot)
 
     def sample(
-        self, logits: Tensor, rows: np.ndarray, slots: np.ndarray, *, mask: Tensor | None = None
+        self, logits: Tensor, rows: np.ndarray, slots: np.ndarray, *, mask: GuideMask | None = None
     ) -> SampledBatch:
         """Draw a token for each pair (rows[i], slots[i]) and advance the slots with the drawn tokens.
 
-        logits: f32[L, V], left unchanged.  rows, slots: i64[S]; a row may serve several slots, a slot comes once.
-        mask: i32[S, ceil(V / 32)] by pair, bit t % 32 of word t // 32 allows token t; all ones where there is no guide.
+        logits: f32[L, V], contiguous; masks and penalties may be applied in place.  rows, slots: i64[S]; a row may serve
+        several slots, a slot comes once.  mask: None where no pair has a guide.
         """
         if not len(slots):
             return SampledBatch(np.empty(0, np.int64), np.empty(0, np.bool_), None)
         state = self._slots[slots]
         if len(rows) != len(logits) or (rows != np.arange(len(rows))).any():
             logits = logits.index_select(0, self._tensor(rows))
-        processed = self._process(logits, slots, state, mask)
-        token_ids, failed = self._draw(processed, state)
+        token_ids, failed = self._draw(self._process(logits, slots, state, mask), state)
         scores = self._score(logits, slots, token_ids, state["scored"] & ~failed)
         self._advance(slots[~failed], token_ids[~failed])
         return SampledBatch(token_ids, failed, scores)
 
-    def _draw_kind(self, params: SlotParams) -> _Draw:
+    def _draw_kind(self, params: SlotParams) -> int:
         # min_p = 1 leaves the best token alone; drawing among exact ties instead would not be greedy.
         if params.temperature == 0 or params.top_k == 1 or params.min_p == 1:
-            return _Draw.GREEDY
+            return _GREEDY
         if 0 < params.top_k < self._vocab_size:
-            return _Draw.TOP_K
-        return _Draw.NUCLEUS if params.top_p < 1 else _Draw.FULL
+            return _TOP_K
+        return _NUCLEUS if params.top_p < 1 else _FULL
 
     def _set_stop_ids(self, slot: int, stop_token_ids: Sequence[int]) -> None:
         # An id outside the vocabulary cannot be drawn, so there is nothing to mask.
@@ -179,78 +201,90 @@ class Sampler:
         self._stop_ids[slot] = -1
         self._stop_ids[slot, : len(ids)] = ids
 
-    def _process(self, logits: Tensor, slots: np.ndarray, state: np.ndarray, mask: Tensor | None) -> Tensor:
-        """Masks and penalties on a copy; `logits` itself when no row has any."""
-        early = np.flatnonzero(state["num_output"] < state["min_tokens"])
-        row, place = np.nonzero(self._stop_ids[slots[early]] >= 0)
-        penalized = state["penalized"].any()
-        if mask is None and not row.size and not penalized:
-            return logits
-        processed = logits.clone(memory_format=torch.contiguous_format)
-        invalid = ~torch.isfinite(logits.amax(-1))
+    def _process(self, logits: Tensor, slots: np.ndarray, state: np.ndarray, mask: GuideMask | None) -> Tensor:
+        """Masks and penalties: in place, or on a copy where the raw logits are still wanted for scores."""
+        is_early = state["num_output"] < state["min_tokens"]
         if mask is not None:
-            sampling.apply_bitmask_(processed, mask)
-        if row.size:
+            is_early[mask.pairs[mask.complete]] = False
+        early, penalized = np.flatnonzero(is_early), state["penalized"].any()
+        if mask is None and not early.size and not penalized:
+            return logits
+        if state["scored"].any():
+            logits = logits.clone()
+        if mask is not None:
+            self._apply_mask_(logits, mask)
+        if early.size:
+            row, place = np.nonzero(self._stop_ids[slots[early]] >= 0)
             flat = early[row] * self._vocab_size + self._stop_ids[slots[early[row]], place]
-            sampling.forbid_(processed, self._tensor(flat))
+            sampling.forbid_(logits, self._tensor(flat))
         if penalized:
-            flat, entry, counts = self._counts.entries(slots)
-            repetition, frequency, presence = (state[name][entry] for name in ("repetition", "frequency", "presence"))
-            subtract = counts * frequency + (counts > 0) * presence
-            tensors = (self._tensor(array) for array in (flat, repetition, subtract.astype(np.float32)))
-            sampling.penalize_(processed, *tensors)
-        # A mask may hide what makes a row invalid; one NaN brings it back.
-        processed[:, 0].masked_fill_(invalid, torch.nan)
-        return processed
+            seen = self._counts.of(slots)
+            self.kernels.penalize_(logits, seen, state["repetition"], state["frequency"], state["presence"])
+        return logits
+
+    def _apply_mask_(self, logits: Tensor, mask: GuideMask) -> None:
+        if len(mask.pairs) == len(logits):
+            self.kernels.apply_bitmask_(logits, mask.bits)
+            return
+        pairs = self._tensor(mask.pairs)
+        guided = logits.index_select(0, pairs)
+        self.kernels.apply_bitmask_(guided, mask.bits)
+        logits.index_copy_(0, pairs, guided)
 
     def _draw(self, logits: Tensor, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Token ids i64[S] and failures bool[S]; one wait for the device, and another for each retry of a wide nucleus."""
-        groups = [np.flatnonzero(state["draw"] == kind) for kind in np.unique(state["draw"])]
-        drawn = np.empty((3, len(state)), np.int64)
-        parts = [self._draw_group(logits, state, members, 0) for members in groups]
-        drawn[:, np.concatenate(groups)] = torch.cat(parts, 1).cpu().numpy()
-        for attempt, most_rows in ((1, len(state)), (2, _MAX_SORTED_ROWS)):
-            unfit = np.flatnonzero((drawn[1] == 1) & (drawn[2] == 0))
-            for start in range(0, unfit.size, most_rows):
-                members = unfit[start : start + most_rows]
-                drawn[:, members] = self._draw_group(logits, state, members, attempt).cpu().numpy()
-        return drawn[0], drawn[1] == 0
+        kinds = np.flatnonzero(np.bincount(state["draw"]))
+        if len(kinds) == 1:
+            token_ids, failed, unfit = _on_host(self._draw_group(logits, state, None, 0))
+        else:
+            groups = [np.flatnonzero(state["draw"] == kind) for kind in kinds]
+            parts = [_on_host(drawn) for drawn in [self._draw_group(logits, state, rows, 0) for rows in groups]]
+            order = np.argsort(np.concatenate(groups))
+            token_ids, failed, unfit = (np.concatenate(column)[order] for column in zip(*parts))
+        if kinds[-1] == _NUCLEUS:
+            for attempt, most_rows in ((1, len(state)), (2, _MAX_SORTED_ROWS)):
+                left = np.flatnonzero(unfit)
+                for start in range(0, left.size, most_rows):
+                    rows = left[start : start + most_rows]
+                    token_ids[rows], failed[rows], unfit[rows] = _on_host(
+                        self._draw_group(logits, state, rows, attempt)
+                    )
+        return token_ids, failed
 
-    def _draw_group(self, logits: Tensor, state: np.ndarray, members: np.ndarray, attempt: int) -> Tensor:
-        """Rows that share a kind: i64[3, G] of token id, whether the row was valid, whether the attempt sufficed.
+    def _draw_group(self, logits: Tensor, state: np.ndarray, members: np.ndarray | None, attempt: int) -> _Drawn:
+        """Draw for rows that share a kind, all of them if `members` is None.
 
         A nucleus is looked for among the best candidates, then by a race that needs no order, then by a full sort.
         """
-        if len(members) < len(state):
+        if members is not None:
             logits, state = logits.index_select(0, self._tensor(members)), state[members]
         kind = state["draw"][0]
-        if kind == _Draw.GREEDY:
-            ids, best = sampling.argmax(logits)
-            return _packed(ids, best)
-        best = logits.amax(-1)
-        noise = sampling.noise_keys(state["seed"], state["output_index"], state["num_output"])
-        common = {
-            "temperature": self._tensor(state["temperature"]),
-            "max_gap": self._tensor(state["max_gap"]) if np.isfinite(state["max_gap"]).any() else None,
-            "keys": self._tensor(noise),
-            "bits": self._bits,
-        }
-        if kind == _Draw.FULL:
-            return _packed(sampling.draw(logits, best=best, **common), best)
+        if kind == _GREEDY:
+            return *self.kernels.argmax(logits), None
+        keys = self._tensor(sampling.noise_keys(state["seed"], state["output_index"], state["num_output"]))
+        temperature = self._tensor(state["temperature"])
+        max_gap = self._tensor(state["max_gap"]) if np.isfinite(state["max_gap"]).any() else None
+        common = {"temperature": temperature, "max_gap": max_gap, "keys": keys, "bits": self._bits}
+        if kind == _FULL:
+            _, best = self.kernels.argmax(logits)
+            return self.kernels.draw(logits, best=best, **common), best, None
         top_p = self._tensor(state["top_p"]) if (state["top_p"] < 1).any() else None
-        if kind == _Draw.TOP_K:
-            candidates = sampling.top_candidates(logits, int(state["top_k"].max()))
+        if kind == _TOP_K:
+            values, ids = self.kernels.top_candidates(logits, int(state["top_k"].max()))
             top_k = self._tensor(state["top_k"])
-            ids, _ = sampling.draw_candidates(*candidates, top_k=top_k, top_p=top_p, mass=None, **common)
-            return _packed(ids, best)
-        mass = sampling.total_mass(logits, best, common["temperature"])
+            drawn, _ = sampling.draw_candidates(values, ids, top_k=top_k, top_p=top_p, mass=None, **common)
+            return drawn, values[:, 0], None
         if attempt == 1:
-            ids, found = sampling.draw_nucleus(logits, best=best, mass=mass, top_p=top_p, **common)
-            return _packed(ids, best, found)
+            _, best = self.kernels.argmax(logits)
+            mass = self.kernels.total_mass(logits, best, temperature)
+            drawn, found = self.kernels.draw_nucleus(logits, best=best, mass=mass, top_p=top_p, **common)
+            return drawn, best, found
         width = min(_NUCLEUS_WIDTH, self._vocab_size) if attempt == 0 else self._vocab_size
-        candidates = sampling.top_candidates(logits, width)
-        ids, fits = sampling.draw_candidates(*candidates, top_k=None, top_p=top_p, mass=mass, **common)
-        return _packed(ids, best, fits if width < self._vocab_size else None)
+        values, ids = self.kernels.top_candidates(logits, width)
+        best = values[:, 0]
+        mass = self.kernels.total_mass(logits, best, temperature)
+        drawn, fits = sampling.draw_candidates(values, ids, top_k=None, top_p=top_p, mass=mass, **common)
+        return drawn, best, fits if width < self._vocab_size else None
 
     def _score(
         self, logits: Tensor, slots: np.ndarray, token_ids: np.ndarray, asked: np.ndarray
@@ -265,7 +299,7 @@ class Sampler:
         scores: list[TokenScores | None] = [None] * len(slots)
         for (candidate_ids, all_candidates), pairs in groups.items():
             top_ns = [self._params[slots[pair]].top_n for pair in pairs]
-            batch = sampling.score_tokens(
+            batch = self.kernels.score_tokens(
                 logits if len(pairs) == len(logits) else logits.index_select(0, self._tensor(np.array(pairs))),
                 self._tensor(token_ids[pairs]),
                 top_n=max((n for n in top_ns if n is not None), default=None),
@@ -331,20 +365,18 @@ class _TokenCounts:
             self._counts = np.insert(self._counts, places[~known], 1)
             self._sizes[new[~known] // self._vocab_size] += 1
 
-    def entries(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Entries of `slots` as batch rows: flat i64[N] (row * V + token), row i64[N], count i32[N]."""
-        row_of = np.full(len(self._sizes), -1, np.int64)
-        row_of[slots] = np.arange(len(slots))
-        rows = np.repeat(row_of, self._sizes)
-        flat = self._keys + np.repeat((row_of - np.arange(len(row_of))) * self._vocab_size, self._sizes)
-        here = rows >= 0
-        if here.all():
-            return flat, rows, self._counts
-        return flat[here], rows[here], self._counts[here]
+    def of(self, slots: np.ndarray) -> SeenTokens:
+        """The entries of `slots`, as views."""
+        ends = np.cumsum(self._sizes)
+        sizes = self._sizes[slots]
+        return SeenTokens(self._keys, self._counts, slots * self._vocab_size, ends[slots] - sizes, sizes)
 
 
-def _packed(ids: Tensor, best: Tensor, fits: Tensor | None = None) -> Tensor:
-    return torch.stack([ids, torch.isfinite(best).long(), torch.ones_like(ids) if fits is None else fits.long()])
+def _on_host(drawn: _Drawn) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Token ids i64[G], and bool[G] each: the row was invalid; the attempt did not suffice, though it was valid."""
+    token_ids, best, fits = drawn
+    failed = ~np.isfinite(best.cpu().numpy())
+    return token_ids.cpu().numpy(), failed, np.zeros_like(failed) if fits is None else ~(fits.cpu().numpy() | failed)
 
 
 def _normal(value: float) -> float:

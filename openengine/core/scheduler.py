@@ -37,6 +37,7 @@ class ScheduledSeq:
     """Compute tokens [start, start + num_tokens) of `seq`.
 
     `samples`: the sequences that draw a token from the last row, in index order; empty inside a prompt.
+    `pools`: the last chunk of a task's item, whose hidden rows become its result.
     `score`: prompt positions [a, b) whose logprobs the rows of this chunk give (row p scores token p + 1).
     """
 
@@ -45,6 +46,7 @@ class ScheduledSeq:
     num_tokens: int
     samples: Seq[Sequence] = ()
     score: tuple[int, int] | None = None
+    pools: bool = False
 
 
 @dataclass(slots=True)
@@ -101,13 +103,27 @@ class Scheduler:
     def waiting(self) -> Seq[Sequence]:
         return self._waiting
 
+    @property
+    def num_running_groups(self) -> int:
+        """Requests with a running sequence."""
+        return len({id(seq.group) for seq in self._running})
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Known tokens of sequences that wait."""
+        return sum(seq.num_tokens for seq in self._waiting)
+
     # ---- a request's life ------------------------------------------------------------------------
 
     def add(self, group: SequenceGroup) -> None:
         """Queue an accepted group."""
         group.num_cached_tokens = 0 if self.blocks.enable_prefix_cache else None
-        self._extend_keys(group.leader)
-        bisect.insort(self._waiting, group.leader, key=_order)
+        if group.task is None:
+            self._extend_keys(group.leader)
+            bisect.insort(self._waiting, group.leader, key=_order)
+        else:
+            self._waiting += group.sequences
+            self._waiting.sort(key=_order)
 
     def finish(self, seq: Sequence, reason: FinishReason, stop_match: StopMatch | None = None) -> None:
         """End one output, waiting or running, and give back what it holds."""
@@ -163,6 +179,8 @@ class Scheduler:
                     self._fork(seq, sampled)
                 deltas.append(self._append(sampled, int(token_ids[row]), row))
                 row += 1
+            if seq.group.task is not None:
+                continue  # its result is no token
             if not item.samples and seq.num_computed == seq.num_tokens and seq.group.stopping.max_tokens == 0:
                 for output in seq.group.sequences:
                     deltas.append(TokenDelta(output, -1, -1, FinishReason.LENGTH))
@@ -174,34 +192,32 @@ class Scheduler:
         index = 0
         while index < len(self._running):
             seq = self._running[index]
-            if seq.is_forked and _is_decode(seq):
+            if seq.is_forked and seq.num_output:
                 if not self._grow(seq, plan):
                     continue  # preempted: the next sequence is at the same index
-                plan.scheduled.append(ScheduledSeq(seq, seq.num_computed, 1, (seq,)))
+                if _is_decode(seq):
+                    plan.scheduled.append(ScheduledSeq(seq, seq.num_computed, 1, (seq,)))
             index += 1
         plan.num_decodes = len(plan.scheduled)
 
     def _grow(self, seq: Sequence, plan: StepPlan) -> bool:
-        """Make the block of the next token writable by `seq` alone. False when `seq` itself was preempted."""
-        block_size = self.blocks.block_size
-        needs_block = seq.num_computed == len(seq.block_ids) * block_size
-        needs_copy = not needs_block and self.blocks.is_shared(seq.block_ids[-1])
-        if not needs_block and not needs_copy:
-            return True
-        while self.blocks.num_free < 1:
+        """Make the blocks of the tokens to compute writable by `seq` alone. False when `seq` itself was preempted."""
+        first = seq.num_computed // self.blocks.block_size
+        num_new = self._num_blocks(seq.num_tokens) - len(seq.block_ids)
+        needs_copy = first < len(seq.block_ids) and self.blocks.is_shared(seq.block_ids[first])
+        while self.blocks.num_free < num_new + needs_copy:
             victim = self._running[-1]
             self._preempt(victim, plan)
             if victim is seq:
                 return False
-            if needs_copy and not self.blocks.is_shared(seq.block_ids[-1]):
-                return True
-        (block_id,) = self.blocks.allocate(1)
+            needs_copy = needs_copy and self.blocks.is_shared(seq.block_ids[first])
         if needs_copy:
-            plan.block_copies.append((seq.block_ids[-1], block_id))
-            self.blocks.release([seq.block_ids[-1]])
-            seq.block_ids[-1] = block_id
-        else:
-            seq.block_ids.append(block_id)
+            (block_id,) = self.blocks.allocate(1)
+            plan.block_copies.append((seq.block_ids[first], block_id))
+            self.blocks.release([seq.block_ids[first]])
+            seq.block_ids[first] = block_id
+        if num_new > 0:
+            seq.block_ids += self.blocks.allocate(num_new)
         return True
 
     def _preempt(self, seq: Sequence, plan: StepPlan) -> None:
@@ -270,8 +286,9 @@ class Scheduler:
         seq.num_announced = len(seq.block_keys)
         for key in seq.block_keys[seq.num_published :]:
             self._computing.setdefault(key, []).append(seq)
-        if seq.group.start_time is None and self.blocks.enable_prefix_cache:  # later hits are on its own work
-            seq.group.num_cached_tokens = seq.num_computed
+        if seq.num_cached is None and self.blocks.enable_prefix_cache:  # later hits are on its own work
+            seq.num_cached = seq.num_computed
+            seq.group.num_cached_tokens += seq.num_computed
         for member in members:
             member.slot = self._free_slots.pop()
             member.move_to(SequenceState.RUNNING)
@@ -301,7 +318,9 @@ class Scheduler:
     def _chunk(self, seq: Sequence, num_tokens: int) -> ScheduledSeq:
         group, end = seq.group, seq.num_computed + num_tokens
         item = ScheduledSeq(seq, seq.num_computed, num_tokens)
-        if end == seq.num_tokens and group.stopping.max_tokens != 0:
+        if end == seq.num_tokens and group.task is not None:
+            item.pools = True
+        elif end == seq.num_tokens and group.stopping.max_tokens != 0:
             item.samples = _unforked_group(seq)
         if group.score_start is not None and seq.index == 0:
             first, last = max(group.num_scored, seq.num_computed + 1), min(end + 1, group.num_prompt)
@@ -315,6 +334,7 @@ class Scheduler:
         self.blocks.fork(leader.block_ids)
         follower.block_ids = list(leader.block_ids)
         follower.block_keys = list(leader.block_keys)
+        follower.num_cached = 0
         follower.num_computed = leader.num_computed
         follower.num_published = leader.num_published
         follower.is_forked = True
@@ -323,14 +343,19 @@ class Scheduler:
         group = seq.group
         seq.token_ids.append(token_id)
         delta = TokenDelta(seq, token_id, row)
-        if seq.num_output >= (group.stopping.min_tokens or 0):
+        is_guided = seq.guide_state is not None  # then no end is drawn before the guide is complete and wants one
+        if is_guided or seq.num_output >= (group.stopping.min_tokens or 0):
             if token_id in group.stop_token_ids:
                 delta.reason, delta.stop_match = FinishReason.STOP, StopMatch(stop_token_id=token_id)
-            elif token_id in group.eos_token_ids and not group.stopping.ignore_eos:
+            elif token_id in group.eos_token_ids and (is_guided or not group.stopping.ignore_eos):
                 delta.reason, delta.stop_match = FinishReason.STOP, StopMatch(eos_token_id=token_id)
         if delta.reason is None and seq.num_tokens >= group.max_len:
             delta.reason = FinishReason.LENGTH
         return delta
+
+    def append_forced(self, seq: Sequence, token_id: int) -> FinishReason | None:
+        """Append a token that nothing but its guide decides, to be computed in a later step; LENGTH when it is the last."""
+        return self._append(seq, token_id, -1).reason
 
     def _publish(self, seq: Sequence) -> None:
         """Enter the blocks that became full into the prefix cache."""
@@ -383,6 +408,7 @@ class Scheduler:
         self.blocks.release(seq.block_ids)
         seq.block_ids = []
         seq.num_computed = seq.num_published = 0
+        seq.guide_state = None
         self._free_slots.append(seq.slot)
         self._released_slots.append(seq.slot)
         seq.slot = -1

@@ -1,4 +1,4 @@
-"""`Sequence`: the state of one output. `SequenceGroup`: the outputs of one request.
+"""`Sequence`: the state of one output, or of one item of a task. `SequenceGroup`: those of one request.
 
 Owned by the scheduler once admitted; the only writer is the loop thread. A sequence knows tokens and
 blocks, not text (output.py) and not tensors (slots.py). All work is "compute n more tokens":
@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from openengine.core.task_work import TaskItem, TaskWork
 from openengine.errors import OpenEngineError
 from openengine.types import FinishReason, ResponseOptions, SamplingParams, StopMatch, StoppingOptions, Usage
 
@@ -39,6 +40,7 @@ _EDGES = {
     SequenceState.FINISHED: set(),
     SequenceState.FAILED: set(),
 }
+_ENDED = (SequenceState.FINISHED, SequenceState.FAILED)  # looked up once: enumerations are slow, and this is asked often
 
 
 @dataclass(slots=True, eq=False)
@@ -49,6 +51,8 @@ class SequenceGroup:
     entropy). `max_len` bounds prompt + output tokens. `sink` is whatever receives the events.
     `num_scored` counts prompt positions whose logprobs are known, where they were asked for.
     A probe (of health) is no client's request: neither drains nor limits nor aborts concern it.
+
+    The group of a task has one sequence per item, each with a prompt of its own, and samples nothing; see `of_task`.
     """
 
     request_id: str
@@ -74,16 +78,47 @@ class SequenceGroup:
     num_cached_tokens: int | None = None  # prompt tokens found in the cache when it first started; None without one
     score_start: int | None = None  # first prompt position whose logprob is wanted, at least 1
     num_scored: int = 0
+    guide: Any = None  # CompiledGuide that every output follows
+    jumps_ahead: bool = False  # whether tokens that the guide forces are appended without being drawn
     prompt_scores: list[Any] = field(default_factory=list)
+    task: TaskWork | None = None
+    items: tuple[TaskItem, ...] = ()
     sequences: list[Sequence] = field(default_factory=list)
-    num_prompt: int = field(init=False)
+    num_prompt: int = field(init=False)  # of a task: the tokens of all items
 
     def __post_init__(self) -> None:
-        self.num_prompt = len(self.prompt_ids)
-        count = self.sampling.num_sequences or 1
-        self.sequences = [Sequence(self, index) for index in range(count)]
+        if self.task is None:
+            self.num_prompt = len(self.prompt_ids)
+            count = self.sampling.num_sequences or 1
+            self.sequences = [Sequence(self, index, self.prompt_ids) for index in range(count)]
+        else:
+            self.num_prompt = sum(len(item.token_ids) for item in self.items)
+            self.sequences = [Sequence(self, index, item.token_ids, item) for index, item in enumerate(self.items)]
         if self.score_start is not None:
             self.num_scored = self.score_start
+
+    @classmethod
+    def of_task(
+        cls, request_id: str, work: TaskWork, items: tuple[TaskItem, ...], *, priority: int = 0, publish: bool = True
+    ) -> SequenceGroup:
+        """The group of an embed, classify or score request: nothing is sampled, and every item runs for itself."""
+        return cls(
+            request_id=request_id,
+            prompt_ids=np.empty(0, dtype=np.int32),
+            sampling=SamplingParams(num_sequences=1),
+            stopping=StoppingOptions(max_tokens=0),
+            response=ResponseOptions(),
+            seed=0,
+            max_len=max(len(item.token_ids) for item in items),
+            stop_token_ids=frozenset(),
+            eos_token_ids=frozenset(),
+            sink=None,
+            priority=priority,
+            bypass_prefix_cache=work.keeps_rows,
+            publish=publish,
+            task=work,
+            items=items,
+        )
 
     @property
     def leader(self) -> Sequence:
@@ -110,7 +145,8 @@ class SequenceGroup:
 
 
 class Sequence:
-    """One output. `slot` is -1 unless running; a follower (index > 0) has no blocks until the leader forks."""
+    """One output, or one item. `slot` is -1 unless running; a follower (an output of index > 0) has no blocks until the
+    leader forks."""
 
     __slots__ = (
         "awaited_key",
@@ -119,10 +155,14 @@ class Sequence:
         "error",
         "finish_reason",
         "group",
+        "guide_state",
         "index",
         "is_forked",
+        "item",
+        "num_cached",
         "num_computed",
         "num_announced",
+        "num_prompt",
         "num_published",
         "slot",
         "state",
@@ -131,14 +171,19 @@ class Sequence:
         "token_ids",
     )
 
-    def __init__(self, group: SequenceGroup, index: int) -> None:
+    def __init__(
+        self, group: SequenceGroup, index: int, prompt_ids: np.ndarray, item: TaskItem | None = None
+    ) -> None:
         self.group = group
         self.index = index
-        self.token_ids = array("i", group.prompt_ids.tobytes())
+        self.item = item
+        self.num_prompt = len(prompt_ids)
+        self.token_ids = array("i", prompt_ids.tobytes())
+        self.num_cached: int | None = None  # prompt tokens found in the cache when it first started for itself
         self.num_computed = 0
         self.state = SequenceState.WAITING
         self.slot = -1
-        self.is_forked = index == 0  # whether it computes for itself
+        self.is_forked = index == 0 or item is not None  # whether it computes for itself
         self.block_ids: list[int] = []
         self.block_keys: list[bytes] = []
         self.num_published = 0
@@ -148,6 +193,7 @@ class Sequence:
         self.stop_match: StopMatch | None = None
         self.error: OpenEngineError | None = None
         self.stream: Any = None
+        self.guide_state: Any = None  # GuideState while it holds a slot, where its group has a guide
 
     @property
     def num_tokens(self) -> int:
@@ -155,11 +201,11 @@ class Sequence:
 
     @property
     def num_output(self) -> int:
-        return len(self.token_ids) - self.group.num_prompt
+        return len(self.token_ids) - self.num_prompt
 
     @property
     def is_finished(self) -> bool:
-        return self.state in (SequenceState.FINISHED, SequenceState.FAILED)
+        return self.state in _ENDED
 
     @property
     def order(self) -> tuple[int, int, int]:

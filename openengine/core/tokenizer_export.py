@@ -33,6 +33,7 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
     special = set(tokenizer.special_tokens.values())
     # A named token becomes special when it is read, so those that are not special here must stay unnamed.
     named = {name: text for name in _NAMED if (text := tokenizer.named_tokens.get(name)) in special}
+    named = {**named, **_chat_template(tokenizer)}
     if isinstance(vocabulary, SentencePieceVocabulary):
         return _sentencepiece_files(vocabulary, named)
     # A class of its own could build its pipeline anew; this one takes tokenizer.json as it is.
@@ -62,7 +63,16 @@ def without_normalizer(tokenizer: Tokenizer) -> Tokenizer | None:
     return replace(tokenizer, vocabulary=HuggingFaceVocabulary(bare, source_digest="", size=vocabulary.size))
 
 
-def _sentencepiece_files(vocabulary: SentencePieceVocabulary, named: dict[str, str]) -> dict[str, bytes]:
+def _chat_template(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The chat templates as tokenizer_config.json has them: the only one, or a list of named ones."""
+    templates = tokenizer.chat_templates
+    if not templates:
+        return {}
+    only = tokenizer.chat_template if len(templates) == 1 else None
+    return {"chat_template": only or [{"name": name, "template": text} for name, text in sorted(templates.items())]}
+
+
+def _sentencepiece_files(vocabulary: SentencePieceVocabulary, named: dict[str, Any]) -> dict[str, bytes]:
     state, special = vocabulary.identity(), vocabulary.special_tokens
     added = {
         str(token_id): {"content": text, "special": token_id in special}

@@ -227,6 +227,10 @@ class TokenizerService:
             effective_options=options,
         )
 
+    def fewest_tokens(self, text: str) -> int:
+        """A lower bound of the tokens of `text` as a prompt, without tokenizing it; 0 where the tokenizer gives none."""
+        return self._tokenizer.fewest_tokens(text)
+
     def detokenize(
         self,
         token_ids: Sequence[int],

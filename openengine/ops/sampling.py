@@ -2,6 +2,7 @@
 
 Owns the arithmetic; which sequence wants what, and in which order, is `core/sampler.py`. Nothing here keeps state or
 reads a random generator, and nothing waits for the device except `score_tokens`, whose results are host arrays.
+`ops/sampling_native.py` has the passes over whole rows once more, compiled.
 
     bits[id] ^ key ──mix──> v in (0, 1) ──> E = -log(1 - v), exponential       key: (seed, output index, position)
     gap = (best logit - logit) / temperature                                    p(token) is proportional to exp(-gap)
@@ -11,6 +12,8 @@ The noise of a token depends on its id and its sequence's key alone, so a draw i
 whether the survivors of truncation come from a short list of candidates or from the whole vocabulary.
 
 Shapes: S rows, V vocabulary, K candidates. Candidates are in canonical order: logit descending, then id ascending.
+A row is valid if its best logit is finite; whatever makes it invalid (a NaN, an infinity, nothing but masked tokens) stays
+visible there, through masks and penalties too.
 """
 
 from __future__ import annotations
@@ -27,17 +30,24 @@ from torch import Tensor
 from openengine.errors import InvalidArgument
 
 __all__ = [
+    "NUM_ARRIVALS",
+    "SeenTokens",
     "TokenScores",
     "apply_bitmask_",
     "argmax",
+    "check_top_n",
     "concatenate",
     "draw",
     "draw_candidates",
     "draw_nucleus",
+    "first_inside",
     "forbid_",
+    "gaps",
+    "negative_times_",
     "noise_keys",
     "penalize_",
     "score_tokens",
+    "shared_ranks",
     "token_bits",
     "top_candidates",
     "total_mass",
@@ -51,7 +61,7 @@ _FAR = 80.0
 # Up to this many ids, counting the larger logits of each beats sorting the row.
 _MAX_COUNTED_IDS = 16
 # First arrivals examined by `draw_nucleus`: all miss a top_p of 0.9 once in 10,000 draws, and then the row is sorted.
-_NUM_ARRIVALS = 4
+NUM_ARRIVALS = 4
 _LOW_32 = 0xFFFFFFFF
 
 # The odd constants of splitmix64 (Steele, Lea and Flood, 2014), with signed twins for torch, which multiplies no uint64.
@@ -103,25 +113,50 @@ def apply_bitmask_(logits: Tensor, mask: Tensor) -> None:
     """Forbid every token whose bit is 0: logits f32[S, V], mask i32[S, ceil(V / 32)], bit t % 32 of word t // 32 is token t."""
     shifts = torch.arange(32, dtype=torch.int32, device=mask.device)
     for rows in _chunks(*logits.shape):
-        bits = (mask[rows].unsqueeze(-1) >> shifts).bitwise_and_(1).flatten(1)
-        logits[rows].masked_fill_(bits[:, : logits.shape[1]] == 0, -torch.inf)
+        bits = (mask[rows].unsqueeze(-1) >> shifts).bitwise_and_(1).flatten(1)[:, : logits.shape[1]]
+        logits[rows] += torch.zeros_like(logits[rows]).masked_fill_(bits == 0, -torch.inf)
 
 
 def forbid_(logits: Tensor, flat: Tensor) -> None:
-    """Set the logits at `flat` (i64[N], row * V + token) to -inf."""
-    logits.view(-1).index_fill_(0, flat, -torch.inf)
+    """Set the logits at `flat` (i64[N], row * V + token) to -inf, those that are no numbers to NaN."""
+    values = logits.view(-1)
+    values.index_copy_(0, flat, values[flat] - torch.inf)
 
 
-def penalize_(logits: Tensor, flat: Tensor, repetition: Tensor, subtract: Tensor) -> None:
-    """Penalize the distinct entries `flat` (i64[N], row * V + token) of logits f32[S, V].
+@dataclass(frozen=True, slots=True)
+class SeenTokens:
+    """The distinct tokens that rows have seen, as segments of two arrays that others may share.
 
-    A positive logit is divided by `repetition` (f32[N]), another multiplied by it; then `subtract` (f32[N]) is taken off.
-    Results stay finite where the logit was, so that no penalty turns a row invalid.
+    Row s has the entries [starts[s], starts[s] + sizes[s]) of keys i64[N] and counts i32[N]: the token is keys[e] - bases[s],
+    and counts[e] says how often it was generated, 0 if it stands in the prompt alone. bases, starts, sizes: i64[S].
+    """
+
+    keys: np.ndarray
+    counts: np.ndarray
+    bases: np.ndarray
+    starts: np.ndarray
+    sizes: np.ndarray
+
+
+def penalize_(
+    logits: Tensor, seen: SeenTokens, repetition: np.ndarray, frequency: np.ndarray, presence: np.ndarray
+) -> None:
+    """Penalize the seen tokens of logits f32[S, V]; repetition, frequency, presence: f32[S].
+
+    A positive logit is divided by the repetition penalty, another multiplied by it; then the frequency penalty is taken off
+    for each time it was generated, and the presence penalty once. Results stay finite where the logit was, so that no penalty
+    turns a row invalid, and what was not finite stays as it is.
     """
     limit = torch.finfo(torch.float32).max
+    row = np.repeat(np.arange(len(seen.sizes)), seen.sizes)
+    entry = np.arange(len(row)) + (seen.starts - np.cumsum(seen.sizes) + seen.sizes)[row]
+    counts = seen.counts[entry]
+    flat = seen.keys[entry] - seen.bases[row] + row * logits.shape[1]
+    subtract = (counts * frequency[row] + (counts > 0) * presence[row]).astype(np.float32)
+    flat, repetition, subtract = (torch.from_numpy(a).to(logits.device) for a in (flat, repetition[row], subtract))
     values = logits.view(-1)[flat]
     penalized = torch.where(values > 0, values / repetition, values * repetition).sub_(subtract).clamp_(-limit, limit)
-    logits.view(-1)[flat] = penalized.masked_fill_(values == -torch.inf, -torch.inf)
+    logits.view(-1)[flat] = torch.where(values.isfinite(), penalized, values)
 
 
 # ---- selection -----------------------------------------------------------------------------------
@@ -145,7 +180,8 @@ def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
 def top_candidates(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` best of each row of f32[S, V] in canonical order: values f32[S, count], ids i64[S, count].
 
-    Exactly `count` distinct ids, whatever the ties; a shorter list is a prefix of a longer one.
+    Exactly `count` distinct ids, whatever the ties; a shorter list is a prefix of a longer one. The first value of a row
+    with a NaN is NaN.
     """
     vocab_size = logits.shape[1]
     if count * 32 > vocab_size:
@@ -173,7 +209,7 @@ def _best_ids(values: Tensor, ids: Tensor, count: int) -> Tensor:
     Value and complemented id share one integer key, so keys are distinct and `topk` has nothing left to choose.
     """
     bits = (values + 0.0).view(torch.int32)  # + 0.0: -0.0 equals 0.0 and must not sort below it
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).masked_fill_(values.isnan(), 0x7FFFFFFF)
     keys = (ordered.to(torch.int64) << 32) | (_LOW_32 - ids)
     return _LOW_32 - (keys.topk(count, dim=-1).values & _LOW_32)
 
@@ -191,10 +227,8 @@ def draw(
     """
     ids = torch.empty_like(keys)
     for rows in _chunks(*logits.shape):
-        gap = _gap(logits[rows], best[rows], temperature[rows])
-        if max_gap is not None:
-            _drop_(gap, max_gap[rows])
-        ids[rows] = argmax(gap.exp_().mul_(_negative_exponential(bits, keys[rows])))[0]
+        gap = gaps(logits[rows], best[rows], temperature[rows], None if max_gap is None else max_gap[rows])
+        ids[rows] = argmax(negative_times_(gap, bits, keys[rows]))[0]
     return ids
 
 
@@ -215,34 +249,36 @@ def draw_nucleus(
     the others not taken part, wins. A token lies in it if the tokens before it in canonical order have not reached
     top_p * mass. A row whose first few arrivals all lie outside fails; arguments as in `draw` and `draw_candidates`.
     """
-    ids, found = torch.empty_like(keys), torch.empty_like(keys, dtype=torch.bool)
+    all_arrivals, all_before = [], []
     every_id = torch.arange(logits.shape[1], device=logits.device)
-    target = top_p * mass
     for rows in _chunks(*logits.shape):
         part = logits[rows]
-        gap = _gap(part, best[rows], temperature[rows])
-        weights = torch.exp(-gap)
-        better, equal = torch.empty_like(gap), torch.empty_like(gap)
-        if max_gap is not None:
-            _drop_(gap, max_gap[rows])
-        _, arrivals = top_candidates(gap.exp_().mul_(_negative_exponential(bits, keys[rows])), _NUM_ARRIVALS)
+        weights = gaps(part, best[rows], temperature[rows], None).neg_().exp_()
+        better, equal = torch.empty_like(weights), torch.empty_like(weights)
+        gap = gaps(part, best[rows], temperature[rows], None if max_gap is None else max_gap[rows])
+        _, arrivals = top_candidates(negative_times_(gap, bits, keys[rows]), min(NUM_ARRIVALS, part.shape[1]))
         before = []
         for arrival in arrivals.split(1, dim=-1):
             value = part.gather(1, arrival)
             torch.eq(part, value, out=equal).mul_(torch.lt(every_id, arrival, out=better))
             torch.gt(part, value, out=better).add_(equal).mul_(weights)
             before.append(better.sum(-1, dtype=torch.float64))
-        inside = torch.stack(before, -1) < target[rows].unsqueeze(-1)
-        found[rows] = inside.any(-1)
-        ids[rows] = arrivals.gather(1, inside.long().argmax(-1, keepdim=True)).squeeze(-1)
-    return ids, found
+        all_arrivals.append(arrivals)
+        all_before.append(torch.stack(before, -1))
+    return first_inside(torch.cat(all_arrivals), torch.cat(all_before), top_p * mass)
+
+
+def first_inside(arrivals: Tensor, before: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """The first of each row's arrivals i64[S, K] with less than `target` f64[S] of mass `before` it f64[S, K], if any."""
+    inside = before < target.unsqueeze(-1)
+    return arrivals.gather(1, inside.long().argmax(-1, keepdim=True)).squeeze(-1), inside.any(-1)
 
 
 def total_mass(logits: Tensor, best: Tensor, temperature: Tensor) -> Tensor:
     """Sum of exp(-gap) over each row's vocabulary, f64[S]: the whole that top_p is a share of."""
     mass = torch.empty_like(best, dtype=torch.float64)
     for rows in _chunks(*logits.shape):
-        mass[rows] = _gap(logits[rows], best[rows], temperature[rows]).neg_().exp_().sum(-1, dtype=torch.float64)
+        mass[rows] = gaps(logits[rows], best[rows], temperature[rows], None).neg_().exp_().sum(-1, dtype=torch.float64)
     return mass
 
 
@@ -265,7 +301,7 @@ def draw_candidates(
     token's probability. The whole is `mass` (f64[S]), or without it the first `top_k`: probabilities are renormalized
     after top_k. A row that does not reach top_p within its K candidates is reported as not fitting.
     """
-    gap = _gap(values, values[:, 0], temperature)
+    gap = gaps(values, values[:, 0], temperature, None)
     keep = torch.ones_like(gap, dtype=torch.bool) if max_gap is None else gap <= max_gap.unsqueeze(-1)
     fits = torch.ones_like(keys, dtype=torch.bool)
     weights = torch.exp(-gap).double() if top_p is not None else None
@@ -281,18 +317,23 @@ def draw_candidates(
         before = F.pad(reached[:, :-1], (1, 0))
         # Rounding hides the mass of the last tokens; top_p = 1 keeps them all the same.
         keep &= (before < target.unsqueeze(-1)) | (top_p >= 1).unsqueeze(-1)
-    times = gap.exp_().mul_(_negative_exponential(bits[ids], keys)).masked_fill_(~keep, -torch.inf)
+    times = negative_times_(gap, bits[ids], keys).masked_fill_(~keep, -torch.inf)
     return ids.gather(1, times.argmax(-1, keepdim=True)).squeeze(-1), fits
 
 
-def _gap(logits: Tensor, best: Tensor, temperature: Tensor) -> Tensor:
-    return torch.sub(best.unsqueeze(-1), logits).div_(temperature.unsqueeze(-1)).clamp_(max=_FAR)
+def gaps(logits: Tensor, best: Tensor, temperature: Tensor, max_gap: Tensor | None) -> Tensor:
+    """How far each logit is behind the best one, f32[S, V or K], at most `_FAR`; beyond `max_gap` it is that far."""
+    gap = torch.sub(best.unsqueeze(-1), logits).div_(temperature.unsqueeze(-1)).clamp_(max=_FAR)
+    if max_gap is not None:
+        # On a CPU sums of floats are several times faster than masks.
+        beyond = torch.gt(gap, max_gap.unsqueeze(-1), out=torch.empty_like(gap))
+        gap.add_(beyond, alpha=_FAR).clamp_(max=_FAR)
+    return gap
 
 
-def _drop_(gap: Tensor, max_gap: Tensor) -> None:
-    """Put the tokens beyond min_p out of the race. On a CPU sums of floats are several times faster than masks."""
-    beyond = torch.gt(gap, max_gap.unsqueeze(-1), out=torch.empty_like(gap))
-    gap.add_(beyond, alpha=_FAR).clamp_(max=_FAR)
+def negative_times_(gap: Tensor, bits: Tensor, keys: Tensor) -> Tensor:
+    """Minus the times of arrival, in the place of `gap` f32[S, V or K]; bits i64[V] or [S, K], keys i64[S]."""
+    return gap.exp_().mul_(_negative_exponential(bits, keys))
 
 
 def _chunks(num_rows: int, vocab_size: int) -> Iterator[slice]:
@@ -349,8 +390,7 @@ def score_tokens(
     given, or the whole vocabulary in id order.  Raises InvalidArgument for a candidate outside the vocabulary.
     """
     num_rows, vocab_size = logits.shape
-    if top_n is not None and not 0 <= top_n <= vocab_size:
-        raise InvalidArgument(f"top_n {top_n} exceeds the vocabulary of {vocab_size} tokens; ask for fewer candidates")
+    check_top_n(top_n, vocab_size)
     outside = [token for token in candidate_ids or () if not 0 <= token < vocab_size]
     if outside:
         raise InvalidArgument(f"candidate token ids {outside[:5]} are outside the vocabulary of {vocab_size} tokens")
@@ -372,6 +412,12 @@ def score_tokens(
     return scores
 
 
+def check_top_n(top_n: int | None, vocab_size: int) -> None:
+    """Raises InvalidArgument for more candidates than there are tokens."""
+    if top_n is not None and not 0 <= top_n <= vocab_size:
+        raise InvalidArgument(f"top_n {top_n} exceeds the vocabulary of {vocab_size} tokens; ask for fewer candidates")
+
+
 def _score_rows(
     scores: TokenScores, rows: slice, logits: Tensor, targets: Tensor, top_n: int | None, asked: Tensor | None
 ) -> None:
@@ -390,21 +436,21 @@ def _score_rows(
         return
     if top_n is not None:
         values, ids = top_candidates(logits, top_n)
-        ranks = _ranks(values)
+        ranks = shared_ranks(values)
         scores.candidate_ids[rows] = ids.cpu().numpy()
     elif asked is not None and len(asked) <= _MAX_COUNTED_IDS:
         values = logits[:, asked]
         ranks = torch.stack([(logits > value).sum(-1) for value in values.unsqueeze(-1).unbind(1)], -1) + 1
     else:
         ordered, ids = top_candidates(logits, logits.shape[1])
-        ranks = torch.empty_like(ids).scatter_(1, ids, _ranks(ordered))
+        ranks = torch.empty_like(ids).scatter_(1, ids, shared_ranks(ordered))
         values = logits if asked is None else logits[:, asked]
         ranks = ranks if asked is None else ranks[:, asked]
     store(values, scores.candidate_logprobs)
     scores.candidate_ranks[rows] = ranks.cpu().numpy()
 
 
-def _ranks(values: Tensor) -> Tensor:
+def shared_ranks(values: Tensor) -> Tensor:
     """Ranks of values sorted descending, equal ones sharing the first: f32[C, K] -> i64[C, K]."""
     places = torch.arange(1, values.shape[1] + 1, device=values.device).expand(values.shape)
     repeats = torch.zeros_like(values, dtype=torch.bool)

@@ -3,8 +3,9 @@
     server:  python -m openengine.rpc --model PATH_OR_ID        client:  Client("host:port").generate("Hello")
 
 `convert` maps messages to values and back; `openengine.proto` and `tokenizer.proto` are the contract, and the
-`*_pb2` modules are generated from them. Everything here uses public names of `openengine` only. The names are imported
-when they are first used: messages and conversions need protobuf alone.
+`*_pb2` modules are generated from them. Everything here uses public names of `openengine`, and of its engine's own
+helpers only those that tell prompts from batches and run a batch. The names are imported when they are first used:
+messages and conversions need protobuf alone.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from openengine.rpc.client import Client, RemoteHandle, RemoteStream
+    from openengine.rpc.client import Client
+    from openengine.rpc.remote import RemoteStream
     from openengine.rpc.server import Server, ServerOptions, serve
 
-__all__ = ["Client", "RemoteHandle", "RemoteStream", "Server", "ServerOptions", "serve"]
+__all__ = ["Client", "RemoteStream", "Server", "ServerOptions", "serve"]
 
-_HOMES = {"Client": "client", "RemoteHandle": "client", "RemoteStream": "client"}
+_HOMES = {"Client": "client", "RemoteStream": "remote"}
 _HOMES |= {"Server": "server", "ServerOptions": "server", "serve": "server"}
 
 

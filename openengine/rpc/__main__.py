@@ -2,7 +2,8 @@
 
 Owns flags, log lines, signals and exit codes. Prints `listening on HOST:PORT` on standard output when it is ready.
 
-    0  SIGTERM or SIGINT, after draining       1  a second signal       2  a bad flag, model, file or port: one line says which
+    0  SIGTERM or SIGINT: at once while loading, after draining once it serves       1  a second signal
+    2  a bad flag, model, file or port: one line says which
 """
 
 from __future__ import annotations
@@ -19,17 +20,28 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from openengine import Engine, EngineConfig, InvalidArgument, OpenEngineError, SamplingParams
-from openengine.rpc.server import Server, ServerOptions, serve
+from openengine import EngineConfig, InvalidArgument, OpenEngineError, SamplingParams
+
+if TYPE_CHECKING:
+    from openengine.rpc.server import ServerOptions
 
 __all__ = ["main"]
 
 _DRAIN_S = 30.0
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _LEVELS = ("debug", "info", "warning", "error")
 # What a flag's value is read as; the annotation of the field in `EngineConfig` decides.
-_KINDS = {"int": int, "int | None": int, "float | None": float, "str": str, "str | None": str, "EngineRole": str}
+_KINDS = {
+    "int": int,
+    "int | None": int,
+    "float": float,
+    "float | None": float,
+    "str": str,
+    "str | None": str,
+    "EngineRole": str,
+}
 _RENAMED = {"model_path": "model", "aliases": "alias"}
 
 
@@ -42,40 +54,54 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serve until a signal; returns the exit code."""
     args = _parser().parse_args(argv)
     _start_logging(args.log_level)
+    before = {number: signal.signal(number, _leave) for number in _SIGNALS}
     try:
         options = _server_options(args)
         _check_port(options)
-        engine = Engine(args.model_path, progress=False, **_engine_options(args))
+        return asyncio.run(_serve(args, options))
     except OpenEngineError as exc:
         return _complain(exc.message)
-    except KeyboardInterrupt:
-        return 0
-    try:
-        return asyncio.run(_serve(engine, options, args.drain_timeout_s))
-    except OpenEngineError as exc:
-        engine.close()
-        return _complain(exc.message)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-async def _serve(engine: Engine, options: ServerOptions, drain_s: float) -> int:
-    stop = asyncio.Event()
-    event_loop = asyncio.get_running_loop()
+async def _serve(args: argparse.Namespace, options: ServerOptions) -> int:
+    from openengine import Engine
+    from openengine.rpc.server import serve
 
-    def on_signal() -> None:
+    stop, is_serving = asyncio.Event(), False
+
+    def on_signal(number: int) -> None:
+        if not is_serving:
+            _leave(number)
         if stop.is_set():
             os._exit(1)
         stop.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        event_loop.add_signal_handler(number, on_signal)
-    server: Server = await serve(engine, options)
+    for number in _SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
+    # In a thread, so that a signal is heard whatever the loading is doing.
+    engine = await asyncio.to_thread(Engine, args.model_path, progress=False, **_engine_options(args))
+    try:
+        server = await serve(engine, options)
+    except OpenEngineError:
+        engine.close()
+        raise
+    is_serving = True
     print(f"listening on {options.host}:{server.port}", flush=True)
     if server.metrics_port is not None:
         logging.getLogger("openengine.rpc").info("metrics on http://%s:%d/metrics", options.host, server.metrics_port)
     await stop.wait()
-    logging.getLogger("openengine.rpc").info("draining for up to %g s", drain_s)
-    await server.stop(drain_s)
+    logging.getLogger("openengine.rpc").info("draining for up to %g s", args.drain_timeout_s)
+    await server.stop(args.drain_timeout_s)
     return 0
+
+
+def _leave(number: int, _frame: object = None) -> NoReturn:
+    """Nothing was accepted yet, so nothing is waited for: a thread that loads could not be stopped anyway."""
+    os.write(2, f"openengine.rpc: stopped by {signal.Signals(number).name} before it was ready\n".encode())
+    os._exit(0)
 
 
 # ---- flags ---------------------------------------------------------------------------------------
@@ -153,6 +179,8 @@ def _sampling(text: str | None) -> SamplingParams:
 
 
 def _server_options(args: argparse.Namespace) -> ServerOptions:
+    from openengine.rpc.server import ServerOptions  # it brings torch and grpc, which take a while
+
     if args.drain_timeout_s < 0:
         raise InvalidArgument(f"--drain-timeout-s must be at least 0, not {args.drain_timeout_s}")
     token = _read(args.token_file)

@@ -2,61 +2,59 @@
 
     engine = Engine("path")  ──▶  engine = Client("host:50051")
 
-Owns: channels, the check of the server's revision, statuses and terminal errors as exceptions, joining events to results.
-Does not own: messages (convert.py). What a method means is said at the method of `Engine` with its name.
+Owns: which calls a method makes, the check of the server's revision, batches. Does not own: the connection (connection.py),
+streams (remote.py), messages (convert.py). What a method means is said at the method of `Engine` with its name.
 
-What differs from an engine in process: the chat template is the server's own business, so there is no `chat`; a batch is
-not checked as a whole before it runs; `astream` raises a refusal when its first event is asked for; results have no timing.
+    of Engine                                  of Client
+    ----------------------------------------   -----------------------------------------------------------------
+    generate, as_completed, agenerate          the same; items are checked here as far as that needs no model, before any
+                                               runs; what only the server can judge (prompt length, its limits) comes in
+                                               turn, with the item's index too, and cancels the rest
+    stream, submit, asubmit                    the same, also EventStream and Handle
+    astream                                    raises a refusal when its first event is asked for
+    chat, messages=, apply_chat_template       the same; the server's tokenizer files are fetched at the first use
+    results                                    timing is the client's: queue_s lasts until acceptance; sampling and stopping
+                                               are what was asked for, without the server's defaults
+    info … cache_keys, abort, drain, LoRA      the same; tokenizer_service is a RemoteTokenizerService
+    embed, classify, score, aembed, …          the same, without `truncate` and `prompt`, which the contract does not have; of a
+                                               long list the server judges one part after the other
+    kv_events, runtime_events, drain_events    a RemoteStream with the methods of Subscription
+    close                                      ends the connection; the engine goes on, and requests raise Cancelled
+    advertise, check_accepting, prepare_task,  are for servers
+    submit_task
+    clear_prefix_cache, compile_guide          have no call in the contract
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import time
-import uuid
-import weakref
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field, replace
-from typing import Any, Generic, NoReturn, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import grpc
-import numpy as np
-from google.protobuf.message import Message
 
 from openengine import (
     AbortRequest,
     AbortResponse,
     CacheKeySpec,
-    ClassifyRequest,
     ClassifyResponse,
-    ComputeCacheKeysRequest,
     ComputeCacheKeysResponse,
     DetokenizeOptions,
-    DetokenizeRequest,
     DrainRequest,
     DrainResponse,
-    EmbedRequest,
     EmbedResponse,
     EngineInfo,
     EngineRole,
-    GenerateEvent,
+    EventStream,
     GenerateRequest,
-    GenerationFinished,
-    GenerationOutput,
     GenerationResult,
-    GetCacheKeySpecRequest,
     GetKvEventSourcesRequest,
     GetKvEventSourcesResponse,
     GetLoadRequest,
     GetModelInfoRequest,
-    GetTokenizerArtifactsRequest,
-    GetTokenizerInfoRequest,
+    Handle,
     HealthRequest,
     HealthResponse,
-    InternalError,
-    InvalidArgument,
     KvConnectorInfo,
     KvEventBatch,
     KvSessionRef,
@@ -67,38 +65,35 @@ from openengine import (
     LoraAdapter,
     ModelInfo,
     OpenEngineError,
-    Overloaded,
-    PrefillReady,
-    PromptOutput,
     RuntimeEvent,
     RuntimeEventType,
     SamplingParams,
-    ScoreRequest,
     ScoreResponse,
     SubscribeKvEventsRequest,
     SubscribeRuntimeEventsRequest,
     TokenizeOptions,
     TokenizerArtifactChunk,
-    TokenizeRequest,
     TokenizerInfo,
-    TokenOutput,
     UnloadLoraRequest,
     UnloadLoraResponse,
     UnsupportedFeature,
-    build_request,
 )
+from openengine.batches import arun_batch, cancel_and_wait, failed, run_batch
+from openengine.options import Prompt, check_options, is_single_prompt
 from openengine.rpc import openengine_pb2 as pb
-from openengine.rpc import openengine_pb2_grpc, tokenizer_pb2_grpc
-from openengine.rpc.convert import from_proto, to_proto
-from openengine.rpc.errors import ACCEPTED_HEADERS, ERROR_TRAILER, error_of_status, from_engine_error
+from openengine.rpc.connection import Connection
+from openengine.rpc.remote import AsyncEventStream, RemoteStream
+from openengine.rpc.remote_tasks import RemoteTasks
+from openengine.rpc.remote_tokenizer import RemoteTokenizerService
+from openengine.rpc.requests import Requests, check_on_error, request_id_of
 
-__all__ = ["Client", "RemoteHandle", "RemoteStream"]
+__all__ = ["Client"]
 
 _REVISION = 1  # of the contract that this client speaks
 _TESTED_REVISIONS = range(1, 2)
 _TESTED_RELEASES = {"d0f29fec31f31db5cfd49cf3e0f67da84d10c709"}
-_WINDOW = 64  # requests of one batch in flight at a time
-_T = TypeVar("_T")
+_MAX_WINDOW = 256  # requests of one batch in flight at a time
+_DEFAULT_WINDOW = 64  # where the server does not tell how many it runs
 
 
 class Client:
@@ -125,125 +120,173 @@ class Client:
         timeout_s: float | None = None,
     ) -> None:
         self._target = target
-        self._credentials = None
+        credentials = None
         if tls or tls_ca is not None or tls_cert is not None:
-            self._credentials = grpc.ssl_channel_credentials(tls_ca, tls_key, tls_cert)
-        self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
-        self._timeout_s = timeout_s
-        self._options = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
-        self._channel = self._open(grpc)
-        self._finalizer = weakref.finalize(self, self._channel.close)
-        self._stub = openengine_pb2_grpc.OpenEngineStub(self._channel)
-        self._tokenizer = tokenizer_pb2_grpc.OpenEngineTokenizerStub(self._channel)
-        self._aio_stubs: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Any] = weakref.WeakKeyDictionary()
+            credentials = grpc.ssl_channel_credentials(tls_ca, tls_key, tls_cert)
+        metadata = () if token is None else (("authorization", f"Bearer {token}"),)
+        self._connection = Connection(target, credentials=credentials, metadata=metadata, timeout_s=timeout_s)
+        self._stub, self._unary = self._connection.stub, self._connection.unary
         try:
             info = self.info()
             _check_revision(info)
+            self._model = model or info.supported_models[0]
+            self._num_slots = self.model_info().max_running_requests
         except BaseException:
             self.close()
             raise
-        self._model = model or info.supported_models[0]
+        self._tokenizer = RemoteTokenizerService(self._connection, self._model)
+        self._requests = Requests(self._connection, self._tokenizer, self._model)
+        self._tasks = RemoteTasks(self._connection, self._tokenizer, self._model)
 
     # ---- generation ------------------------------------------------------------------------------
 
     def generate(
-        self, prompts: Any, sampling: SamplingParams | None = None, *, on_error: str = "raise", **options: Any
+        self,
+        prompts: Prompt | Iterable[Prompt] | None = None,
+        sampling: SamplingParams | None = None,
+        *,
+        messages: Sequence[Any] | None = None,
+        progress: bool | None = None,
+        on_error: str = "raise",
+        **options: Any,
     ) -> GenerationResult | list[GenerationResult]:
-        """One result for a prompt, a list for a batch; see `Engine.generate`."""
-        if _is_batch(prompts):
-            results = dict(self.as_completed(prompts, sampling, on_error=on_error, **options))
-            return [results[index] for index in range(len(results))]
-        _check_on_error(on_error)
-        request = self._request(prompts, sampling, options)
-        try:
-            return self._run(request, [])
-        except OpenEngineError as exc:
-            if on_error == "raise":
-                raise
-            return GenerationResult(request_id=request.request_id, error=exc)
-
-    def as_completed(
-        self, prompts: Iterable[Any], sampling: SamplingParams | None = None, *, on_error: str = "raise", **options: Any
-    ) -> Iterator[tuple[int, GenerationResult]]:
-        """Yield (index, result) as each finishes; leaving early cancels the rest. See `Engine.as_completed`."""
-        _check_on_error(on_error)
-        requests = [self._request(prompt, sampling, options) for prompt in prompts]
-        handles: list[RemoteHandle] = []
-        pool = ThreadPoolExecutor(min(_WINDOW, max(1, len(requests))), thread_name_prefix="openengine-client")
-        try:
-            futures = {pool.submit(self._run, request, handles): index for index, request in enumerate(requests)}
-            for future in as_completed(futures):
-                index, error = futures[future], future.exception()
-                if error is None:
-                    yield index, future.result()
-                elif on_error == "return" and isinstance(error, OpenEngineError):
-                    yield index, GenerationResult(request_id=requests[index].request_id, error=error)
-                else:
-                    raise error
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for handle in handles:
-                handle.cancel()
-
-    def stream(self, prompt: Any, sampling: SamplingParams | None = None, **options: Any) -> RemoteHandle:
-        """Events as they come; leaving early cancels the request."""
-        return self.submit(prompt, sampling, **options)
-
-    def submit(self, request: Any, sampling: SamplingParams | None = None, **options: Any) -> RemoteHandle:
-        """Start one request; what this raises was not accepted."""
-        return self._submit(self._request(request, sampling, options))
-
-    async def agenerate(
-        self, prompts: Any, sampling: SamplingParams | None = None, *, on_error: str = "raise", **options: Any
-    ) -> GenerationResult | list[GenerationResult]:
-        """`generate` for an event loop. Cancelling the task cancels the requests."""
-        _check_on_error(on_error)
-        window = asyncio.Semaphore(_WINDOW)
-
-        async def run(prompt: Any) -> GenerationResult:
-            request = self._request(prompt, sampling, options)
+        prompts, options = self._requests.with_messages(prompts, messages, options)
+        if is_single_prompt(prompts):
+            check_on_error(on_error)
+            check_options(sampling, options)
+            handle = None
             try:
-                async with window:
-                    return await self._arun(request)
+                handle = self._requests.admit(self._requests.one(prompts, sampling, options), wait=True)
+                return handle.result()
             except OpenEngineError as exc:
                 if on_error == "raise":
                     raise
-                return GenerationResult(request_id=request.request_id, error=exc)
+                return failed(request_id_of(prompts, options), exc)
+            except BaseException:
+                cancel_and_wait([handle] if handle else [])
+                raise
+        results: dict[int, GenerationResult] = dict(
+            self.as_completed(prompts, sampling, progress=progress, on_error=on_error, **options)
+        )
+        return [results[index] for index in range(len(results))]
 
-        if not _is_batch(prompts):
-            return await run(prompts)
-        tasks = [asyncio.ensure_future(run(prompt)) for prompt in prompts]
+    def as_completed(
+        self,
+        prompts: Iterable[Prompt],
+        sampling: SamplingParams | None = None,
+        *,
+        progress: bool | None = None,
+        on_error: str = "raise",
+        **options: Any,
+    ) -> Iterator[tuple[int, GenerationResult]]:
+        items = self._requests.batch(prompts, sampling, on_error, options)
+        return run_batch(self._requests.admit, items, window=self._window, on_error=on_error, progress=progress)
+
+    def chat(
+        self, messages: Sequence[Any], sampling: SamplingParams | None = None, **options: Any
+    ) -> GenerationResult | list[GenerationResult]:
+        return self.generate(None, sampling, messages=messages, **options)
+
+    def stream(
+        self,
+        prompt: Prompt | None = None,
+        sampling: SamplingParams | None = None,
+        *,
+        messages: Sequence[Any] | None = None,
+        **options: Any,
+    ) -> EventStream:
+        return EventStream(self.submit(prompt, sampling, messages=messages, **options))
+
+    def astream(
+        self,
+        prompt: Prompt | None = None,
+        sampling: SamplingParams | None = None,
+        *,
+        messages: Sequence[Any] | None = None,
+        **options: Any,
+    ) -> EventStream:
+        prompt, options = self._requests.with_messages(prompt, messages, options)
+        request = self._requests.one(prompt, sampling, options)
+        return AsyncEventStream(self._requests.start(request, keep_events=True))
+
+    async def agenerate(
+        self,
+        prompts: Prompt | Iterable[Prompt] | None = None,
+        sampling: SamplingParams | None = None,
+        *,
+        messages: Sequence[Any] | None = None,
+        on_error: str = "raise",
+        **options: Any,
+    ) -> GenerationResult | list[GenerationResult]:
+        prompts, options = await asyncio.to_thread(self._requests.with_messages, prompts, messages, options)
+        if not is_single_prompt(prompts):
+            items = await asyncio.to_thread(self._requests.batch, prompts, sampling, on_error, options)
+            return await arun_batch(self._start, items, window=self._window, on_error=on_error)
+        check_on_error(on_error)
+        check_options(sampling, options)
+        handle = None
         try:
-            return list(await asyncio.gather(*tasks))
+            handle = await self._start(self._requests.one(prompts, sampling, options))
+            return await handle.aresult()
+        except OpenEngineError as exc:
+            if on_error == "raise":
+                raise
+            return failed(request_id_of(prompts, options), exc)
         except BaseException:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            if handle is not None:
+                handle.cancel()
             raise
 
-    async def astream(
-        self, prompt: Any, sampling: SamplingParams | None = None, **options: Any
-    ) -> AsyncIterator[GenerateEvent]:
-        """Events for `async for`; cancelling the task, or closing the iterator, cancels the request."""
-        call = self._aio_stub().Generate(to_proto(self._request(prompt, sampling, options)), metadata=self._metadata)
-        try:
-            async for response in call:
-                yield from_proto(response)
-        except grpc.RpcError as exc:
-            _raise(exc)
-        finally:
-            call.cancel()
+    def submit(
+        self,
+        request: Prompt | None = None,
+        sampling: SamplingParams | None = None,
+        *,
+        messages: Sequence[Any] | None = None,
+        **options: Any,
+    ) -> Handle:
+        prompt, options = self._requests.with_messages(request, messages, options)
+        return self._requests.admit(self._requests.one(prompt, sampling, options), keep_events=True)
+
+    async def asubmit(
+        self,
+        request: Prompt | None = None,
+        sampling: SamplingParams | None = None,
+        *,
+        messages: Sequence[Any] | None = None,
+        **options: Any,
+    ) -> Handle:
+        prompt, options = await asyncio.to_thread(self._requests.with_messages, request, messages, options)
+        return await self._requests.start(self._requests.one(prompt, sampling, options), keep_events=True).aresult()
+
+    async def _start(self, request: GenerateRequest) -> Handle:
+        return await self._requests.start(request, wait=True).aresult()
+
+    @property
+    def _window(self) -> int:
+        return min(4 * self._num_slots, _MAX_WINDOW) if self._num_slots else _DEFAULT_WINDOW
 
     # ---- tasks -----------------------------------------------------------------------------------
 
-    def embed(self, request: EmbedRequest) -> EmbedResponse:
-        return self._task(self._stub.Embed, request)
+    def embed(self, inputs: Any, *, progress: bool | None = None, **options: Any) -> EmbedResponse:
+        return self._tasks.run(self._tasks.embed(inputs, options), progress)
 
-    def classify(self, request: ClassifyRequest) -> ClassifyResponse:
-        return self._task(self._stub.Classify, request)
+    def classify(self, inputs: Any, *, progress: bool | None = None, **options: Any) -> ClassifyResponse:
+        return self._tasks.run(self._tasks.classify(inputs, options), progress)
 
-    def score(self, request: ScoreRequest) -> ScoreResponse:
-        return self._task(self._stub.Score, request)
+    def score(
+        self, query: Any, candidates: Any = None, *, progress: bool | None = None, **options: Any
+    ) -> ScoreResponse:
+        return self._tasks.run(self._tasks.score(query, candidates, options), progress)
+
+    async def aembed(self, inputs: Any, **options: Any) -> EmbedResponse:
+        return await self._tasks.arun(await asyncio.to_thread(self._tasks.embed, inputs, options))
+
+    async def aclassify(self, inputs: Any, **options: Any) -> ClassifyResponse:
+        return await self._tasks.arun(await asyncio.to_thread(self._tasks.classify, inputs, options))
+
+    async def ascore(self, query: Any, candidates: Any = None, **options: Any) -> ScoreResponse:
+        return await self._tasks.arun(await asyncio.to_thread(self._tasks.score, query, candidates, options))
 
     # ---- discovery, load, health, lifecycle ------------------------------------------------------
 
@@ -268,9 +311,18 @@ class Client:
         request = AbortRequest(request_id=request_id, kv_session=kv_session, all_requests=all_requests)
         return self._unary(self._stub.Abort, request)
 
-    def drain(self, **options: Any) -> None:
-        """Wait until nothing is in flight; options as for `drain_events`."""
-        for _report in self.drain_events(**options):
+    def drain(
+        self,
+        *,
+        stop_accepting_new_requests: bool = True,
+        deadline_ms: int | None = None,
+        abort_after_deadline: bool = False,
+    ) -> None:
+        for _report in self.drain_events(
+            stop_accepting_new_requests=stop_accepting_new_requests,
+            deadline_ms=deadline_ms,
+            abort_after_deadline=abort_after_deadline,
+        ):
             pass
 
     def drain_events(
@@ -285,7 +337,7 @@ class Client:
             deadline_ms=deadline_ms,
             abort_after_deadline=abort_after_deadline,
         )
-        return self._stream(self._stub.Drain, request)
+        return RemoteStream(self._connection, self._stub.Drain, request)
 
     def load_lora(self, lora_name: str, source_path: str, *, lora_id: int) -> LoadLoraResponse:
         adapter = LoraAdapter(lora_id=lora_id, lora_name=lora_name, source_path=source_path)
@@ -314,45 +366,52 @@ class Client:
             start_sequence_number=start_sequence_number,
             data_parallel_ranks=tuple(data_parallel_ranks),
         )
-        return self._stream(self._stub.SubscribeKvEvents, request)
+        return RemoteStream(self._connection, self._stub.SubscribeKvEvents, request)
 
     def runtime_events(self, types: Iterable[RuntimeEventType] = ()) -> RemoteStream[RuntimeEvent]:
-        return self._stream(self._stub.SubscribeRuntimeEvents, SubscribeRuntimeEventsRequest(types=tuple(types)))
+        request = SubscribeRuntimeEventsRequest(types=tuple(types))
+        return RemoteStream(self._connection, self._stub.SubscribeRuntimeEvents, request)
 
     # ---- tokenizer -------------------------------------------------------------------------------
 
+    @property
+    def tokenizer_service(self) -> RemoteTokenizerService:
+        """The tokenizer in the contract's terms, with options, fingerprints and expectations."""
+        return self._tokenizer
+
     def tokenize(self, text: str, *, add_special_tokens: bool = True, parse_special_tokens: bool = True) -> list[int]:
         options = TokenizeOptions(add_special_tokens=add_special_tokens, parse_special_tokens=parse_special_tokens)
-        request = TokenizeRequest(model=self._model, text=text, options=options)
-        return list(self._unary(self._tokenizer.Tokenize, request).token_ids)
+        return list(self._tokenizer.tokenize(text, options).token_ids)
 
     def detokenize(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         options = DetokenizeOptions(skip_special_tokens=skip_special_tokens)
-        request = DetokenizeRequest(model=self._model, token_ids=tuple(token_ids), options=options)
-        return self._unary(self._tokenizer.Detokenize, request).text
+        return self._tokenizer.detokenize(tuple(token_ids), options).text
+
+    def apply_chat_template(
+        self, messages: Sequence[Any], tools: Sequence[Any] | None = None, **template_kwargs: Any
+    ) -> list[int]:
+        return self._tokenizer.local().encode_chat(messages, tools=tools, **template_kwargs)
 
     def tokenizer_info(self) -> TokenizerInfo:
-        return self._unary(self._tokenizer.GetTokenizerInfo, GetTokenizerInfoRequest(model=self._model))
+        return self._tokenizer.info()
 
     def tokenizer_artifacts(self, names: Sequence[str] = (), **options: Any) -> RemoteStream[TokenizerArtifactChunk]:
         """Chunks of the tokenizer's files. Whoever installs a file checks its size and digest first."""
-        request = GetTokenizerArtifactsRequest(model=self._model, names=tuple(names), **options)
-        return self._stream(self._tokenizer.GetTokenizerArtifacts, request)
+        return self._tokenizer.artifacts(names=names, **options)
 
     def cache_key_spec(self) -> CacheKeySpec:
-        return self._unary(self._tokenizer.GetCacheKeySpec, GetCacheKeySpecRequest(model=self._model))
+        return self._tokenizer.cache_key_spec()
 
     def cache_keys(
         self, *, text: str | None = None, tokens: Sequence[int] | None = None, **options: Any
     ) -> ComputeCacheKeysResponse:
-        request = ComputeCacheKeysRequest(model=self._model, text=text, tokens=tokens, **options)
-        return self._unary(self._tokenizer.ComputeCacheKeys, request)
+        return self._tokenizer.cache_keys(text=text, tokens=tokens, **options)
 
     # ---- the connection --------------------------------------------------------------------------
 
     def close(self) -> None:
         """End every call and the connection. Calling it again does nothing."""
-        self._finalizer()
+        self._connection.close()
 
     def __enter__(self) -> Client:
         return self
@@ -360,200 +419,11 @@ class Client:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
+    def __reduce__(self) -> Any:
+        raise TypeError("a Client cannot be pickled; create one where it is used")
+
     def __repr__(self) -> str:
         return f"Client({self._target!r}, model={self._model!r})"
-
-    def _open(self, kind: Any) -> Any:
-        if self._credentials is None:
-            return kind.insecure_channel(self._target, options=self._options)
-        return kind.secure_channel(self._target, self._credentials, options=self._options)
-
-    def _aio_stub(self) -> Any:
-        event_loop = asyncio.get_running_loop()
-        stub = self._aio_stubs.get(event_loop)
-        if stub is None:
-            stub = self._aio_stubs[event_loop] = openengine_pb2_grpc.OpenEngineStub(self._open(grpc.aio))
-        return stub
-
-    def _unary(self, method: Any, request: Any) -> Any:
-        message = request if isinstance(request, Message) else to_proto(request)
-        try:
-            return from_proto(method(message, timeout=self._timeout_s, metadata=self._metadata))
-        except grpc.RpcError as exc:
-            _raise(exc)
-
-    def _task(self, method: Any, request: Any) -> Any:
-        context = request.context
-        named = replace(
-            context,
-            request_id=_fresh_id(context.request_id),
-            model=self._model if context.model is None else context.model,
-        )
-        return self._unary(method, replace(request, context=named))
-
-    def _stream(self, method: Any, request: Any) -> RemoteStream[Any]:
-        return RemoteStream(method(to_proto(request), metadata=self._metadata))
-
-    def _submit(self, request: GenerateRequest) -> RemoteHandle:
-        return RemoteHandle(request.request_id, self._stream(self._stub.Generate, request))
-
-    def _request(self, prompt: Any, sampling: SamplingParams | None, options: dict[str, Any]) -> GenerateRequest:
-        request = build_request(prompt, sampling, options)
-        model = self._model if request.model is None else request.model
-        return replace(request, request_id=_fresh_id(request.request_id), model=model)
-
-    def _run(self, request: GenerateRequest, handles: list[RemoteHandle]) -> GenerationResult:
-        while True:
-            try:
-                handle = self._submit(request)
-            except Overloaded as exc:
-                time.sleep(_delay_s(exc))
-                continue
-            handles.append(handle)
-            with handle:
-                return handle.result()
-
-    async def _arun(self, request: GenerateRequest) -> GenerationResult:
-        while True:
-            call = self._aio_stub().Generate(to_proto(request), metadata=self._metadata)
-            collected = _Collected(request.request_id)
-            try:
-                async for response in call:
-                    collected.add(from_proto(response))
-                return collected.result()
-            except grpc.RpcError as exc:
-                error = _error(exc)
-                if not isinstance(error, Overloaded):
-                    raise error from None
-                delay_s = _delay_s(error)
-            finally:
-                call.cancel()
-            await asyncio.sleep(delay_s)
-
-
-class RemoteStream(Generic[_T]):
-    """What a server streams, for `for`. It is accepted when this exists; leaving it early, or `close`, cancels it.
-
-    Raises the error that refused or ended it.
-    """
-
-    def __init__(self, call: Any) -> None:
-        self._call = call
-        self._ahead: list[Any] = []
-        try:
-            # A refused call has no headers of ours, and asking for its first message raises the refusal.
-            if not set(ACCEPTED_HEADERS) <= {(key, value) for key, value in call.initial_metadata() or ()}:
-                self._ahead += itertools.islice(call, 1)
-        except grpc.RpcError as exc:
-            _raise(exc)
-
-    def __iter__(self) -> Iterator[_T]:
-        return self
-
-    def __next__(self) -> _T:
-        try:
-            return from_proto(self._ahead.pop() if self._ahead else next(self._call))
-        except grpc.RpcError as exc:
-            _raise(exc)
-        except BaseException:
-            self._call.cancel()
-            raise
-
-    def close(self) -> None:
-        self._call.cancel()
-
-    def __enter__(self) -> RemoteStream[_T]:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        call = getattr(self, "_call", None)
-        if call is not None:
-            call.cancel()
-
-
-class RemoteHandle:
-    """A request that a server has accepted: iterate its events, or ask for `result()`; as `Handle` does.
-
-    Leaving it early, in whatever way, cancels the request.
-    """
-
-    def __init__(self, request_id: str, events: RemoteStream[GenerateEvent]) -> None:
-        self.request_id = request_id
-        self._events = events
-        self._collected = _Collected(request_id)
-        self._error: OpenEngineError | None = None
-
-    def cancel(self) -> None:
-        """End the request. Its events end with Cancelled, or with what the server had sent."""
-        self._events.close()
-
-    close = cancel
-
-    def result(self) -> GenerationResult:
-        """Read what is left and return everything the request produced. Raises the error that ended it."""
-        for _event in self:
-            pass
-        if self._error is not None:
-            raise self._error
-        return self._collected.result()
-
-    def __iter__(self) -> Iterator[GenerateEvent]:
-        return self
-
-    def __next__(self) -> GenerateEvent:
-        try:
-            event = next(self._events)
-        except OpenEngineError as exc:
-            self._error = exc
-            raise
-        self._collected.add(event)
-        return event
-
-    def __enter__(self) -> RemoteHandle:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-
-# ---- private -------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Collected:
-    """Joins one request's events."""
-
-    request_id: str
-    events: list[GenerateEvent] = field(default_factory=list)
-
-    def add(self, event: GenerateEvent) -> None:
-        self.events.append(event)
-
-    def result(self) -> GenerationResult:
-        if not self.events:
-            raise InternalError(f"the stream of request {self.request_id!r} ended without a last event")
-        outputs = {e.output_index: e for e in self.events if isinstance(e, GenerationFinished)}
-        last = self.events[-1]
-        return GenerationResult(
-            request_id=self.request_id,
-            outputs=tuple(self._output(index, finished) for index, finished in sorted(outputs.items())),
-            prompt=next((e.tokens for e in self.events if isinstance(e, PromptOutput)), None),
-            usage=getattr(last, "usage", None),
-            kv_session=last.kv_session if isinstance(last, PrefillReady) else None,
-        )
-
-    def _output(self, index: int, finished: GenerationFinished) -> GenerationOutput:
-        deltas = [e for e in self.events if isinstance(e, TokenOutput) and e.output_index == index]
-        return GenerationOutput(
-            index=index,
-            text="".join(delta.text for delta in deltas),
-            tokens=tuple(token for delta in deltas for token in delta.tokens),
-            finish_reason=finished.reason,
-            stop_match=finished.stop_match,
-        )
 
 
 def _check_revision(info: EngineInfo) -> None:
@@ -563,38 +433,3 @@ def _check_revision(info: EngineInfo) -> None:
             f"the server speaks revision {revision} ({info.schema_release!r:.60}) and takes clients from {minimum} on; this "
             f"client speaks {_REVISION} and was tested with {_TESTED_REVISIONS.start} to {_TESTED_REVISIONS.stop - 1}"
         )
-
-
-def _is_batch(prompts: Any) -> bool:
-    if isinstance(prompts, (str, GenerateRequest)):
-        return False
-    if hasattr(prompts, "__len__") and len(prompts):
-        return not isinstance(prompts[0], (int, np.integer))
-    return True
-
-
-def _check_on_error(on_error: str) -> None:
-    if on_error not in ("raise", "return"):
-        raise InvalidArgument(f"on_error must be 'raise' or 'return', not {on_error!r:.80}")
-
-
-def _fresh_id(request_id: str | None) -> str:
-    return str(uuid.uuid4()) if request_id is None else request_id
-
-
-def _delay_s(exc: Overloaded) -> float:
-    """How long to wait before the next attempt. Raises `exc` again where no attempt helps."""
-    if not exc.retryable or exc.retry_after_ms is None:
-        raise exc
-    return exc.retry_after_ms / 1000
-
-
-def _raise(exc: grpc.RpcError) -> NoReturn:
-    raise _error(exc) from None
-
-
-def _error(exc: grpc.RpcError) -> OpenEngineError:
-    for key, value in exc.trailing_metadata() or ():
-        if key == ERROR_TRAILER:
-            return from_engine_error(pb.EngineError.FromString(value), status=exc.code().name)
-    return error_of_status(exc.code().name, exc.details() or exc.code().name)

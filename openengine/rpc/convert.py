@@ -213,15 +213,13 @@ class _Plan:
 
 def _read(message: Message) -> Any:
     plan = _plan(message.DESCRIPTOR.name)
-    values = {}
-    for field, content in message.ListFields():
-        reader = plan.readers.get(field.number)
-        if reader is not None:
-            attribute, read = reader
-            values[attribute] = _at(field.name, read, content)
-    for attribute, make in plan.absent.items():
-        if attribute not in values:
-            values[attribute] = make()
+    readers = plan.readers
+    found = [(readers[field.number], field, item) for field, item in message.ListFields() if field.number in readers]
+    present = {attribute for (attribute, _), _, _ in found}
+    # First, so that a name that is missing is said before a field that is wrong.
+    values = {attribute: make() for attribute, make in plan.absent.items() if attribute not in present}
+    for (attribute, read), field, content in found:
+        values[attribute] = _at(field.name, read, content)
     return plan.kind(**values)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
 
-from openengine import Engine, GenerateEvent, TokenOutput, Usage
+from openengine import Engine, GenerateEvent, TaskUsage, TokenOutput, Usage
 
 __all__ = ["Metrics", "RequestMetrics"]
 
@@ -34,8 +34,8 @@ class Metrics:
     def __init__(self, engine: Engine) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_LoadGauges(engine))
-        self.requests = self._counter("requests", "Generations by how they ended: finish reason or error code.", "end")
-        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of ended generations.")
+        self.requests = self._counter("requests", "Requests by how they ended: finish reason, DONE for a task, or error code.", "end")
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of ended requests.")
         self.cached_tokens = self._counter("cached_prompt_tokens", "Prompt tokens taken from the prefix cache.")
         self.generated_tokens = self._counter("generated_tokens", "Tokens drawn in ended generations.")
         self.request_seconds = self._histogram("request_duration_seconds", "Acceptance to the last event.", _SECONDS)
@@ -54,7 +54,7 @@ class Metrics:
 
 
 class RequestMetrics:
-    """Follows one generation. Does nothing for a server without metrics."""
+    """Follows one request. Does nothing for a server without metrics."""
 
     def __init__(self, metrics: Metrics | None) -> None:
         self._metrics = metrics
@@ -71,8 +71,13 @@ class RequestMetrics:
         if usage is not None:
             self.end(str(getattr(event, "reason", "prefill")).upper(), usage)
 
+    def end_task(self, usage: TaskUsage) -> None:
+        """An embed, classify or score request is over."""
+        tokens = usage.input_tokens
+        self.end("DONE", Usage(tokens, 0, tokens, usage.cached_input_tokens))
+
     def end(self, how: str, usage: Usage | None = None) -> None:
-        """The generation is over; only the first call counts."""
+        """The request is over; only the first call counts."""
         metrics, self._metrics = self._metrics, None
         if metrics is None:
             return

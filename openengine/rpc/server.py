@@ -10,8 +10,6 @@ Does not own signals, flags or printing (__main__.py) nor what calls mean (servi
 from __future__ import annotations
 
 import asyncio
-import hmac
-from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +23,7 @@ from openengine import Engine, InvalidArgument
 from openengine.rpc import openengine_pb2 as pb
 from openengine.rpc import openengine_pb2_grpc, tokenizer_pb2_grpc
 from openengine.rpc import tokenizer_pb2 as tokenizer_pb
+from openengine.rpc.interceptors import BearerToken, ReadableRequests
 from openengine.rpc.metrics import Metrics
 from openengine.rpc.servicer import OpenEngineServicer
 from openengine.rpc.tokenizer_servicer import OpenEngineTokenizerServicer
@@ -110,7 +109,7 @@ class Server:
         self._metrics = Metrics(engine) if options.metrics_port is not None else None
         self._metrics_server: Any = None
         self._server = grpc.aio.server(
-            interceptors=() if options.token is None else (_BearerToken(options.token),),
+            interceptors=self._interceptors(options.token),
             options=(
                 ("grpc.so_reuseport", 0),  # a port in use is an error
                 ("grpc.max_receive_message_length", options.max_message_bytes),
@@ -167,6 +166,10 @@ class Server:
                 self._metrics_server.shutdown()
                 self._metrics_server.server_close()
 
+    def _interceptors(self, token: str | None) -> tuple[grpc.aio.ServerInterceptor, ...]:
+        readable = ReadableRequests(_SERVICES)
+        return (readable,) if token is None else (BearerToken(token, open_services=(_HEALTH,)), readable)
+
     def _bind(self) -> int:
         options = self._options
         host = f"[{options.host}]" if ":" in options.host and not options.host.startswith("[") else options.host
@@ -200,25 +203,3 @@ class Server:
         except OSError as exc:
             raise InvalidArgument(f"cannot serve metrics on {options.host}:{options.metrics_port}: {exc}") from exc
         self.metrics_port = self._metrics_server.server_port
-
-
-class _BearerToken(grpc.aio.ServerInterceptor):
-    """Refuses calls without the token. Health checks need none: probes have no place for one."""
-
-    def __init__(self, token: str) -> None:
-        self._expected = f"Bearer {token}".encode()
-        self._refusal = grpc.unary_unary_rpc_method_handler(_refuse)
-
-    async def intercept_service(
-        self, continuation: Callable[[Any], Awaitable[Any]], details: grpc.HandlerCallDetails
-    ) -> grpc.RpcMethodHandler:
-        given = [value for key, value in details.invocation_metadata or () if key == "authorization"]
-        value = given[0] if len(given) == 1 else ""
-        value = value.encode() if isinstance(value, str) else value
-        if hmac.compare_digest(value, self._expected) or details.method.startswith(f"/{_HEALTH}/"):
-            return await continuation(details)
-        return self._refusal
-
-
-async def _refuse(request: bytes, context: grpc.aio.ServicerContext) -> None:
-    await context.abort(grpc.StatusCode.UNAUTHENTICATED, "send the server's token as `authorization: Bearer <token>`")

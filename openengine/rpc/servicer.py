@@ -4,6 +4,7 @@ Owns the acceptance boundary: what a call raises before it was accepted is a gRP
 terminal `EngineError`. Does not own policy: the engine judges every request.
 
     Generate      worker thread: convert, validate, tokenize, submit ──▶ event loop: one message per event
+    Embed, …      worker thread: as above ──▶ event loop: wait ──▶ worker thread: convert
     subscriptions headers at acceptance ──▶ events until the client, the engine or the subscription ends
     Drain         a thread of its own: a drain that was promised goes on when its reader leaves
 
@@ -18,6 +19,7 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 import grpc
@@ -32,6 +34,7 @@ from openengine import (
     InternalError,
     InvalidArgument,
     OpenEngineError,
+    TaskHandle,
 )
 from openengine.rpc import openengine_pb2 as pb
 from openengine.rpc import openengine_pb2_grpc
@@ -48,35 +51,56 @@ from openengine.rpc.convert import (
 from openengine.rpc.errors import ACCEPTED_HEADERS, ERROR_TRAILER, status_of, to_engine_error
 from openengine.rpc.metrics import Metrics, RequestMetrics
 
-__all__ = ["OpenEngineServicer", "in_thread", "refuse_errors"]
+__all__ = ["OpenEngineServicer", "Unreadable", "in_thread", "refuse_errors"]
 
 _log = logging.getLogger("openengine.rpc")
 _T = TypeVar("_T")
+_H = TypeVar("_H", Handle, TaskHandle)
 _MAX_STATUS_CHARS = 600  # gRPC drops a status whose headers exceed 8 KiB, and a character may take nine bytes of them
 _CANDIDATE_BYTES = 32  # of one candidate in a message, at the least
+_VALUE_BYTES = 4  # of one value of a tensor
 
 Context = grpc.aio.ServicerContext
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """In place of a request whose bytes are no message."""
+
+    problem: str
 
 
 def refuse_errors(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
     """Answer what `method` raises with a gRPC status. A method that has answered already handles its errors itself."""
 
     @functools.wraps(method)
-    async def call(self: Any, request: Message, context: Context) -> Any:
-        work = method(self, request, context)
+    async def call(self: Any, request: Message | Unreadable, context: Context) -> Any:
+        if isinstance(request, Unreadable):
+            work = _refuse(context, InvalidArgument(f"the request is no message: {request.problem}"))
+        else:
+            work = _answer(method, method(self, request, context), context)
         # gRPC keeps the frames of a refused call until the next collection of garbage: they should hold no prompt.
         del request
         try:
             return await work
-        except OpenEngineError as exc:
-            await _refuse(context, exc.with_traceback(None))
-        except (asyncio.CancelledError, grpc.aio.AbortError):
-            raise
-        except Exception as exc:
-            _log.exception("%s failed", method.__name__)
-            await _refuse(context, InternalError(f"{type(exc).__name__}: {exc}"))
+        except grpc.aio.InternalError as exc:
+            # What cannot be sent any more belongs to a client that has gone; gRPC tells its task so a moment later.
+            _log.debug("%s: the client has gone: %r", method.__name__, exc)
+            raise asyncio.CancelledError from exc
 
     return call
+
+
+async def _answer(method: Callable[..., Any], work: Awaitable[Any], context: Context) -> Any:
+    try:
+        return await work
+    except OpenEngineError as exc:
+        await _refuse(context, exc.with_traceback(None))
+    except (asyncio.CancelledError, grpc.aio.AbortError, grpc.aio.InternalError):
+        raise
+    except Exception as exc:
+        _log.exception("%s failed", method.__name__)
+        await _refuse(context, InternalError(f"{type(exc).__name__}: {exc}"))
 
 
 async def _refuse(context: Context, error: OpenEngineError) -> NoReturn:
@@ -139,24 +163,37 @@ class OpenEngineServicer(openengine_pb2_grpc.OpenEngineServicer):
             meter.end("DISCONNECTED")
 
     async def _accept(self, request: pb.GenerateRequest) -> Handle:
+        try:
+            if request.HasField("guided"):  # no thread of the few waits for a guide to be compiled
+                return await self._engine.asubmit(await in_thread(self._threads, self._read, request))
+            return await self._accept_unguided(request)
+        except OpenEngineError as exc:
+            RequestMetrics(self._metrics).end(exc.code)
+            raise
+
+    async def _accept_unguided(self, request: pb.GenerateRequest) -> Handle:
+        return await self._submit_in_thread(self._submit, request)
+
+    async def _submit_in_thread(self, submit: Callable[[Message], _H], request: Message) -> _H:
         """Submit in a worker thread. A client that leaves meanwhile has its request cancelled as soon as it exists."""
-        future = self._threads.submit(self._submit, request)
+        future = self._threads.submit(submit, request)
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             future.add_done_callback(_cancel_late)
-            raise
-        except OpenEngineError as exc:
-            RequestMetrics(self._metrics).end(exc.code)
             raise
         finally:
             # An error refers to this frame: with the future in it, a refused prompt would stay until the next collection.
             del future
 
     def _submit(self, message: pb.GenerateRequest) -> Handle:
+        return self._engine.submit(self._read(message))
+
+    def _read(self, message: pb.GenerateRequest) -> GenerateRequest:
+        self._engine.check_accepting()
         request = from_proto(message)
         self._check_response_size(request)
-        return self._engine.submit(request)
+        return request
 
     def _check_response_size(self, request: GenerateRequest) -> None:
         """The candidates of a prompt come in one message, those of an output token in another."""
@@ -164,10 +201,18 @@ class OpenEngineServicer(openengine_pb2_grpc.OpenEngineServicer):
         if response.output_candidates is not None:
             self._check_message("output_candidates", response.output_candidates, 1)
         if response.prompt_candidates is not None and self._width(response.prompt_candidates) > 1:
-            ids = request.token_ids if request.token_ids is not None else self._engine.tokenize(request.prompt or "")
-            self._check_message(
-                "prompt_candidates", response.prompt_candidates, len(ids) - (response.prompt_logprob_start or 0)
-            )
+            num_scored = self._num_prompt_tokens(request) - (response.prompt_logprob_start or 0)
+            self._check_message("prompt_candidates", response.prompt_candidates, num_scored)
+
+    def _num_prompt_tokens(self, request: GenerateRequest) -> int:
+        if request.token_ids is not None:
+            return len(request.token_ids)
+        prompt = request.prompt or ""
+        limit = self._engine.model_info().max_context_length
+        # Of a prompt that cannot fit the engine says more, and without tokenizing it.
+        return (
+            0 if self._engine.tokenizer_service.fewest_tokens(prompt) >= limit else len(self._engine.tokenize(prompt))
+        )
 
     def _check_message(self, name: str, selection: CandidateTokenSelection, num_positions: int) -> None:
         num_bytes = self._width(selection) * num_positions * _CANDIDATE_BYTES
@@ -184,18 +229,44 @@ class OpenEngineServicer(openengine_pb2_grpc.OpenEngineServicer):
 
     @refuse_errors
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
-        return await self._call(self._engine.embed, request)
+        return await self._run_task(request)
 
     @refuse_errors
     async def Classify(self, request: pb.ClassifyRequest, context: Context) -> pb.ClassifyResponse:
-        return await self._call(self._engine.classify, request)
+        return await self._run_task(request)
 
     @refuse_errors
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
-        return await self._call(self._engine.score, request)
+        return await self._run_task(request)
 
-    async def _call(self, function: Callable[[Any], Any], request: Message) -> Message:
-        return await in_thread(self._threads, lambda: to_proto(function(from_proto(request))))
+    async def _run_task(self, request: Message) -> Message:
+        """No thread waits while the task runs; those of the pool tokenize before it and convert after it."""
+        meter = RequestMetrics(self._metrics)
+        handle = None
+        try:
+            handle = await self._submit_in_thread(self._submit_task, request)
+            await handle.await_end()
+            response = await in_thread(self._threads, handle.result)
+            meter.end_task(response.usage)
+            return await in_thread(self._threads, to_proto, response)
+        except OpenEngineError as exc:
+            meter.end(exc.code)
+            raise
+        finally:
+            if handle is not None:
+                handle.cancel()
+            meter.end("DISCONNECTED")
+
+    def _submit_task(self, message: Message) -> TaskHandle:
+        self._engine.check_accepting()
+        task = self._engine.prepare_task(from_proto(message))
+        num_bytes = _VALUE_BYTES * task.num_values
+        if num_bytes > self._max_message_bytes:
+            raise InvalidArgument(
+                f"{task.num_values} values make a message of some {num_bytes} bytes, the limit is {self._max_message_bytes}; "
+                "send fewer inputs at a time, or start the server with a larger limit"
+            )
+        return self._engine.submit_task(task)
 
     # ---- discovery and load ----------------------------------------------------------------------
 
@@ -243,6 +314,7 @@ class OpenEngineServicer(openengine_pb2_grpc.OpenEngineServicer):
 
     @refuse_errors
     async def LoadLora(self, request: pb.LoadLoraRequest, context: Context) -> pb.LoadLoraResponse:
+        self._engine.check_accepting()
         adapter = from_proto(request).adapter
         load = functools.partial(
             self._engine.load_lora, adapter.lora_name, adapter.source_path, lora_id=adapter.lora_id
@@ -327,6 +399,6 @@ class _Reports:
             pass  # the server's event loop has ended: nobody reads any more
 
 
-def _cancel_late(future: Future[Handle]) -> None:
+def _cancel_late(future: Future[Any]) -> None:
     if not future.cancelled() and future.exception() is None:
         future.result().cancel()

@@ -6,13 +6,15 @@
     python -m tests.bench.profile               where a step's time goes
 
 A timing means something only beside another one of the same run: the machine's limits are measured with the works, a
-variant (sampling, logprobs, guided) is interleaved with its base, and a peer (`--vs`) runs alternately with the engine.
+variant (sampling, logprobs, a guide) is interleaved with its base, and a peer (`--vs`) runs alternately with the engine.
 
     workload.py   the works as data                        machine.py    GEMM rate, read bandwidth, versions
     cost.py       bytes and operations of a model          probe.py      the one place that looks inside an engine
     works.py      measuring batches and their variants     growth.py     concurrency and context, cliffs
     processes.py  fresh processes: load, memory, peers     report.py     table and plot
+    guided.py     guided decoding: rate, compiling, jumps
     profile.py    a step's time by phase and by operation  quality.py    what a dtype costs in quality
+    embed.py      encoders: texts per second, exactness
 
 It needs no package beyond the test extra, asserts no speed, and is not part of `pytest`.
 """

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from openengine import Engine, OpenEngineError, demo_model
-from tests.bench import growth, report, workload
+from tests.bench import growth, guided, report, workload
 from tests.bench.machine import Machine, environment, measure
 from tests.bench.probe import model_cost
 from tests.bench.processes import FreshRun, PeerFailed, fresh_run, ratios, run_peer
@@ -21,8 +21,8 @@ from tests.bench.works import BatchResult, Bench, CannotRun, Comparison
 
 __all__ = ["main"]
 
-_COMPARED = ("sampling", "logprobs", "guided")
-WORKS = (*workload.BATCH_WORKS, "arrivals", *_COMPARED, "growth", "load", "memory")
+_COMPARED = ("sampling", "logprobs")
+WORKS = (*workload.BATCH_WORKS, "arrivals", *_COMPARED, "guided", "growth", "load", "memory")
 _PEER_WORKS = ("single", "batch64", "prefill", "prefix")
 _DRIFT = 0.1
 
@@ -106,7 +106,13 @@ class _Runner:
             elif name in _COMPARED:
                 self._compare(name)
             else:
-                {"arrivals": self._arrivals, "growth": self._growth, "load": self._load, "memory": self._memory}[name]()
+                {
+                    "arrivals": self._arrivals,
+                    "growth": self._growth,
+                    "guided": self._guided,
+                    "load": self._load,
+                    "memory": self._memory,
+                }[name]()
         except CannotRun as exc:
             self._skip(name, str(exc))
 
@@ -140,15 +146,17 @@ class _Runner:
             _show(["", *report.comparison_lines(self._comparisons)])
 
     def _compare(self, name: str) -> None:
-        generation = self._bench.engine.model_info().generation
-        if name == "guided" and not generation.guided_decoding.supported:
-            raise CannotRun("this engine has no guided decoding")
         self._comparisons.append(self._bench.compare(name))
 
     def _arrivals(self) -> None:
         result = self._bench.arrivals(self._args.rate, self._args.arrivals)
         self._document["works"]["arrivals"] = result
         _show(["", *report.arrivals_lines(result)])
+
+    def _guided(self) -> None:
+        result = guided.measure(self._bench, self._args.schemas)
+        self._document["works"]["guided"] = result
+        _show(["", *guided.guided_lines(result)])
 
     def _growth(self) -> None:
         curves = []
@@ -219,6 +227,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--threads", type=int, help="of the engine and of the limits (default: torch's)")
     parser.add_argument("--rate", type=float, default=2.0, help="arrivals per second (default: 2)")
+    parser.add_argument("--schemas", type=Path, metavar="FILE", help="JSON lines with the schemas that `guided` compiles")
     parser.add_argument("--arrivals", type=int, default=40, help="requests of the work `arrivals` (default: 40)")
     parser.add_argument(
         "--vs", action="append", default=[], metavar="CMD", help="a peer's script, run in turns; may repeat"

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from openengine import Engine
+from openengine.ops.program import NativeProgram
 from tests.bench.cost import ModelCost
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "StepClock",
     "call_in_loop",
     "model_cost",
+    "native_program",
     "steps_of",
     "wrapped",
     "wrapped_phase",
@@ -62,6 +64,12 @@ def model_cost(engine: Engine, quantization: str | None) -> ModelCost:
         query_width=query_width,
         windows=tuple(config.windows),
     )
+
+
+def native_program(engine: Engine) -> NativeProgram | None:
+    """The one native call that runs the layers of the engine's model, where there is one."""
+    forward = engine._loop._runner._model.native_forward
+    return None if forward is None else forward.program
 
 
 def call_in_loop(engine: Engine, function: Callable[[], None]) -> None:

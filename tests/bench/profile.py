@@ -8,7 +8,7 @@
 Two passes. The first times the phases of the loop from outside (`probe.PHASES`), which costs microseconds per step: its
 sum is the step. The second records operations with torch.profiler, which adds some microseconds to whatever calls an
 operation: so much is taken off again, and the parts are scaled to the forward of the first pass. Native kernels, called
-through ctypes, are recorded by their names.
+through ctypes, are recorded by their names; those that run in one call for all layers time themselves.
 
 "between forwards" is Python and scheduling: the step without its forward, logits and sampling.
 """
@@ -34,9 +34,19 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from openengine import Engine, OpenEngineError, demo_model
 from openengine.ops import native
 from openengine.ops.native import NativeLibrary
+from openengine.ops.program import KERNELS, NativeProgram
 from tests.bench import workload
 from tests.bench.machine import Machine
-from tests.bench.probe import PHASES, PhaseClock, call_in_loop, model_cost, steps_of, wrapped, wrapped_phase
+from tests.bench.probe import (
+    PHASES,
+    PhaseClock,
+    call_in_loop,
+    model_cost,
+    native_program,
+    steps_of,
+    wrapped,
+    wrapped_phase,
+)
 from tests.bench.workload import Request
 from tests.bench.works import VARIANTS, Bench, Build, CannotRun
 
@@ -59,6 +69,7 @@ _MAX_OVERHEAD_S = 3e-6  # of recording one operation; a greater difference betwe
 _SCOPE = "bench::"  # of what this module records itself
 _STEP, _ATTENTION, _NATIVE = (_SCOPE + name for name in ("step", "attention", "native "))
 _PHASES = {_SCOPE + phase: phase for phase in ("forward", "logits", "sample")}  # whose operations are shown
+_PROGRAM = _NATIVE + "forward"  # the call that runs all layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +220,7 @@ def _requests(bench: Bench, rows: int | None) -> list[Request]:
 
 def _record(bench: Bench, requests: list[Request], build: Build | None, matches: Callable[[Any], bool]) -> Operations:
     engine = bench.engine
-    recorder = _Recorder(matches)
+    recorder = _Recorder(matches, native_program(engine))
     with ExitStack() as stack:
         for scope, phase in _PHASES.items():
             stack.enter_context(wrapped_phase(engine, phase, lambda inner, scope=scope: _scoped(inner, scope)))
@@ -230,8 +241,10 @@ def _matches(plan: Any, rows: int | None, most: int) -> bool:
 class _Recorder:
     """Runs torch.profiler over the first steps that match, in the loop's thread: the profiler sees one thread only."""
 
-    def __init__(self, matches: Callable[[Any], bool]) -> None:
+    def __init__(self, matches: Callable[[Any], bool], program: NativeProgram | None) -> None:
         self._matches = matches
+        self._program = program
+        self._kernels: list[dict[str, float]] = []  # of each step, what the kernels inside the program took
         self._profiler = profile(activities=[ProfilerActivity.CPU])
         self._is_running = False
         self._num_steps = 0
@@ -243,16 +256,25 @@ class _Recorder:
                 return inner(plan)
             if self._num_steps == 0:
                 self._profiler.start()
+                self._time_program(True)
                 self._is_running = True
             self._num_steps += self._is_running
             with record_function(_STEP):
-                return inner(plan)
+                result = inner(plan)
+            if self._program is not None:
+                self._kernels.append(self._program.take_seconds())
+            return result
 
         return execute
+
+    def _time_program(self, is_timed: bool) -> None:
+        if self._program is not None:
+            self._program.is_timed = is_timed
 
     def stop(self) -> None:
         if self._is_running:
             self._profiler.stop()
+            self._time_program(False)
             self._is_running = False
 
     def operations(self) -> Operations:
@@ -272,6 +294,7 @@ class _Recorder:
                 nested[_place(event.cpu_parent)[2]] += 1
             by_name[event.name][id(step)] += seconds
             num_calls[event.name] += 1
+        self._divide_program(by_category, by_name, num_calls)
         count = self._num_steps
         return Operations(
             count,
@@ -279,6 +302,22 @@ class _Recorder:
             {category: calls / count for category, calls in nested.items()},
             {name: (num_calls[name] / count, _median(seconds, count)) for name, seconds in by_name.items()},
         )
+
+    def _divide_program(
+        self, by_category: dict[str, Counter[int]], by_name: dict[str, Counter[int]], num_calls: Counter[str]
+    ) -> None:
+        """Put the kernels inside the one call in its place; what is left of it is the call's own."""
+        for step, kernels in zip(list(by_name.get(_PROGRAM, ())), self._kernels):
+            for name in KERNELS:
+                for total, key in ((by_category, _kernel_category(name)), (by_name, f"{_PROGRAM}: {name}")):
+                    total[key][step] += kernels[name]
+                by_category["other"][step] -= kernels[name]
+                by_name[_PROGRAM][step] -= kernels[name]
+                num_calls[f"{_PROGRAM}: {name}"] += 1
+
+
+def _kernel_category(name: str) -> str:
+    return "gemm" if "linear" in name else "attention" if "attention" in name else "other"
 
 
 def _median(seconds: Counter[int], num_steps: int) -> float:
@@ -302,10 +341,12 @@ def _place(event: Any) -> tuple[Any, str | None, str]:
         name = ancestor.name
         phase = _PHASES.get(name, phase)
         if category is None:
-            if name in _GEMM_OPS or (name.startswith(_NATIVE) and "linear" in name):
+            if name in _GEMM_OPS:
                 category = "gemm"
-            elif name == _ATTENTION or (name.startswith(_NATIVE) and "attention" in name):
+            elif name == _ATTENTION:
                 category = "attention"
+            elif name.startswith(_NATIVE) and (found := _kernel_category(name)) != "other":
+                category = found
         ancestor = ancestor.cpu_parent
     return ancestor, phase, category or ("python" if event.name in _PHASES else "other")
 

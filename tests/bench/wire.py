@@ -91,7 +91,8 @@ async def _remote(target: str, model: str, requests: Sequence[Request]) -> tuple
             message.sampling.temperature = 0
             message.stopping.max_tokens, message.stopping.ignore_eos = request.max_tokens, True
             began, first = time.perf_counter(), 0.0
-            async for _response in stub.Generate(message):
+            call = stub.Generate(message)
+            while await call.read() is not grpc.aio.EOF:
                 first = first or time.perf_counter() - began
             return first
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
 import sys
 import threading
 import time
@@ -16,7 +18,7 @@ pytest.importorskip("llguidance")
 from guided_tools import EOS, OTHER_EOS, byte_compiler, legal_tokens, start_after
 
 from openengine.core.guided import GuideCompiler
-from openengine.errors import InternalError, InvalidArgument, UnsupportedFeature
+from openengine.errors import InternalError, InvalidArgument, PreconditionFailed, UnsupportedFeature
 from openengine.types import ChoiceConstraint, GuidedDecoding, JsonObjectConstraint
 
 EXTRA = (b"ab", b"abc", b"b1", b'{"', b"12", b"")
@@ -171,12 +173,44 @@ def test_a_token_against_the_guide_is_an_internal_error(compiler):
 
 
 def test_forced_tokens_are_those_that_must_follow(compiler):
-    guide = compiler.compile(regex("[0-9]abcabc"))
-    state = guide.start([ord("1")])
-    forced = state.forced_tokens()
-    for token in forced:
-        assert legal_tokens(compiler, state) == [token]
-        state.accept(token)
+    state = compiler.compile(regex("[0-9]xyzxyz")).start([ord("1")])
+    assert bytes(state.forced[::-1]) == b"xyzxyz"
+    while state.forced:
+        assert legal_tokens(compiler, state) == state.forced[-1:]
+        state.accept(state.forced[-1])
+    assert legal_tokens(compiler, state) == [EOS, OTHER_EOS]
+
+
+def test_a_stop_id_is_never_forced(compiler):
+    state = compiler.compile(regex("[0-9]xyz")).start([ord("1")], stop_token_ids=[ord("y")])
+    assert state.forced == [ord("x")]
+
+
+def test_where_eos_is_ignored_it_is_legal_only_when_nothing_else_is(compiler):
+    guide = compiler.compile(regex("a{1,2}"))
+    assert legal_tokens(compiler, guide.start([ord("a")], ignore_eos=True)) == [ord("a")]
+    assert legal_tokens(compiler, guide.start([ord("a")] * 2, ignore_eos=True)) == [EOS, OTHER_EOS]
+
+
+def test_a_compiled_guide_is_a_guide_of_its_own_compiler_only(compiler, tmp_path):
+    guide = compiler.compile(regex("own[0-9]"))
+    assert compiler.compile(guide) is guide and guide.source == regex("own[0-9]")
+    assert pickle.loads(pickle.dumps(guide)) == guide.source
+    other = byte_compiler(tmp_path)
+    with pytest.raises(InvalidArgument, match="another engine"):
+        other.compile(guide)
+    other.close()
+    with pytest.raises(PreconditionFailed, match="closed"):
+        other.compile(regex("late"))
+
+
+def test_a_forked_process_is_told_so_instead_of_waiting_for_workers_that_it_has_not(tmp_path, monkeypatch):
+    compiler = byte_compiler(tmp_path)
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    with pytest.raises(PreconditionFailed, match="another process"):
+        compiler.compile(regex("a"))
+    monkeypatch.undo()
+    compiler.close()
 
 
 # ---- cache, threads, limits ------------------------------------------------------------------------

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from openengine.core.sampler import SampledBatch, Sampler, SlotParams
+from openengine.core.sampler import GuideMask, SampledBatch, Sampler, SlotParams
+from openengine.ops.native import native_absence, native_library
 
 CPU = torch.device("cpu")
 NEUTRAL = {
@@ -44,15 +45,30 @@ MIXED = [
     {"min_tokens": 3, "stop_token_ids": (0, 5, 17), "top_k": 1},
 ]
 VOCAB = 2048
+KERNELS = {"native": None}  # of the samplers that a test makes
+
+
+@pytest.fixture(params=["torch", "native"], autouse=True)
+def kernels(request, monkeypatch) -> str:
+    """Every test runs with the kernels of PyTorch and with the native ones."""
+    if request.param == "native":
+        if native_library() is None:
+            pytest.skip(native_absence())
+        monkeypatch.setitem(KERNELS, "native", native_library())
+    return request.param
 
 
 def params(**values) -> SlotParams:
     return SlotParams(**{**NEUTRAL, **values})
 
 
+def empty_sampler(num_slots: int, vocab_size: int = VOCAB) -> Sampler:
+    return Sampler(max_slots=num_slots, vocab_size=vocab_size, device=CPU, native=KERNELS["native"])
+
+
 def sampler(*slots: SlotParams, vocab_size: int = VOCAB, prompt=(), output=()) -> Sampler:
     """A sampler whose first slots are set."""
-    result = Sampler(max_slots=max(4, len(slots)), vocab_size=vocab_size, device=CPU)
+    result = empty_sampler(max(4, len(slots)), vocab_size)
     for slot, slot_params in enumerate(slots):
         result.set_slot(slot, slot_params, prompt, output)
     return result
@@ -60,7 +76,8 @@ def sampler(*slots: SlotParams, vocab_size: int = VOCAB, prompt=(), output=()) -
 
 def step(target: Sampler, logits: torch.Tensor, slots=None, **kwargs) -> SampledBatch:
     """One row per slot."""
-    return target.sample(logits, np.arange(len(logits)), np.array(slots or range(len(logits))), **kwargs)
+    # A copy, since a step owns its logits and may change them.
+    return target.sample(logits.clone(), np.arange(len(logits)), np.array(slots or range(len(logits))), **kwargs)
 
 
 def rough_logits(num_rows: int, vocab_size: int = VOCAB, seed: int = 0) -> torch.Tensor:
@@ -81,7 +98,7 @@ def generate(target: Sampler, slot: int, num_tokens: int, first_step: int = 0) -
 def test_smp_08_a_mixed_batch_gives_each_request_what_it_gets_alone():
     requests = [params(**values) for values in MIXED]
     prompt = list(range(0, 200, 3))
-    together, shuffled = sampler(*requests, prompt=prompt), Sampler(max_slots=30, vocab_size=VOCAB, device=CPU)
+    together, shuffled = sampler(*requests, prompt=prompt), empty_sampler(30)
     order = np.random.default_rng(5).permutation(len(requests))
     place = 2 * order[::-1] + 1
     for slot, request in zip(place, order, strict=True):
@@ -218,7 +235,7 @@ def test_smp_07_frequency_counts_every_occurrence():
 def test_penalties_of_many_slots_follow_the_naive_counts():
     rng = np.random.default_rng(1)
     vocab_size, num_slots = 50, 6
-    target = Sampler(max_slots=num_slots, vocab_size=vocab_size, device=CPU)
+    target = empty_sampler(num_slots, vocab_size)
     history: dict[int, tuple[list[int], list[int]]] = {}
     values = {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2}
     for _ in range(60):
@@ -232,7 +249,7 @@ def test_penalties_of_many_slots_follow_the_naive_counts():
             history[slot] = (prompt, output)
         active = rng.permutation([s for s in history if rng.random() < 0.8]).astype(np.int64)
         logits = rough_logits(len(active), vocab_size, seed=int(rng.integers(1000)))
-        drawn = target.sample(logits, np.arange(len(active)), active).token_ids
+        drawn = target.sample(logits.clone(), np.arange(len(active)), active).token_ids
         for row, slot, token in zip(logits.double().numpy(), active.tolist(), drawn.tolist(), strict=True):
             prompt, output = history[slot]
             for seen in {*prompt, *output}:
@@ -266,9 +283,37 @@ def test_a_guide_mask_comes_before_penalties_and_truncation():
     mask = torch.full((2, 3), -1, dtype=torch.int32)
     mask[0] = torch.tensor([0, 0, 0b100001])  # tokens 64 and 69
     target = sampler(params(top_k=5, repetition_penalty=1.5), params(top_k=5), vocab_size=70, prompt=[64, 69])
-    drawn = np.stack([step(target, logits, mask=mask).token_ids for _ in range(30)])
+    guides = GuideMask(np.arange(2), mask, np.zeros(2, np.bool_))
+    drawn = np.stack([step(target, logits, mask=guides).token_ids for _ in range(30)])
     assert set(drawn[:, 0].tolist()) == {64, 69}
     assert set(drawn[:, 1].tolist()) == {0}
+
+
+def test_only_guided_rows_are_masked():
+    logits = torch.zeros(3, 40)
+    logits[:, 39] = 5.0
+    guides = GuideMask(np.array([1]), torch.tensor([[1 << 7, 0]], dtype=torch.int32), np.zeros(1, np.bool_))
+    greedy = params(temperature=0.0)
+    drawn = step(sampler(greedy, greedy, greedy, vocab_size=40), logits, mask=guides)
+    assert drawn.token_ids.tolist() == [39, 7, 39]
+
+
+def test_stp_05_a_complete_guide_ends_before_min_tokens():
+    logits = torch.zeros(2, 8)
+    waiting = params(temperature=0.0, min_tokens=5, stop_token_ids=(3,))
+    bits = torch.full((2, 1), 1 << 3 | 1 << 5, dtype=torch.int32)
+    guides = GuideMask(np.arange(2), bits, np.array([True, False]))
+    assert step(sampler(waiting, waiting, vocab_size=8), logits, mask=guides).token_ids.tolist() == [3, 5]
+
+
+def test_tokens_that_a_guide_forced_count_as_drawn():
+    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(3))
+    values = params(seed=5, repetition_penalty=1.5, frequency_penalty=0.5)
+    drawn, forced = sampler(values, vocab_size=50), sampler(values, vocab_size=50)
+    tokens = [int(step(drawn, logits).token_ids[0]) for _ in range(6)]
+    forced.catch_up(0, tokens[:4])
+    forced.catch_up(0, tokens[:4])
+    assert [int(step(forced, logits).token_ids[0]) for _ in range(2)] == tokens[4:]
 
 
 @pytest.mark.parametrize("values", MIXED)
@@ -289,7 +334,8 @@ def test_a_mask_does_not_hide_a_nan_and_leaves_no_token_fails():
     logits = torch.zeros(2, 64)
     logits[0, 40] = torch.nan
     mask = torch.tensor([[-1, 0], [0, 0]], dtype=torch.int32)
-    assert step(sampler(params(), params(), vocab_size=64), logits, mask=mask).failed.tolist() == [True, True]
+    guides = GuideMask(np.arange(2), mask, np.zeros(2, np.bool_))
+    assert step(sampler(params(), params(), vocab_size=64), logits, mask=guides).failed.tolist() == [True, True]
 
 
 def test_a_failed_row_does_not_advance_its_slot():

@@ -109,7 +109,7 @@ def test_mod_05_to_12_capabilities(model):
     for name in ("priority", "stop_in_output", "cache_salt", "prefix_cache_bypass"):
         assert getattr(generation, f"supports_{name}")
     assert model.HasField("supports_lora") and not model.supports_lora and not model.supports_multimodal
-    assert not model.HasField("tasks"), "CAP-01"
+    assert [field.name for field, _value in model.tasks.ListFields()] == ["score"], "a causal model scores label tokens"
 
 
 def test_mod_14_discovery_is_constant(stub, info, model):
@@ -118,11 +118,12 @@ def test_mod_14_discovery_is_constant(stub, info, model):
 
 
 @pytest.mark.parametrize("task", ["Embed", "Classify", "Score"])
-def test_tsk_11_cap_01_tasks_that_no_model_advertises_are_refused(stub, task):
+def test_tsk_11_cap_02_tasks_that_the_model_does_not_advertise_are_refused(stub, task):
     kind = getattr(pb, f"{task}Request")
     context = pb.TaskRequestContext(request_id="t", model="scripted")
     method = getattr(stub, task)
-    assert status(lambda: method(kind(context=context))) is PRECOND
+    # Of a task that it performs, the request is judged: this one is empty.
+    assert status(lambda: method(kind(context=context))) is (INVALID if task == "Score" else PRECOND)
     assert status(lambda: method(kind())) is INVALID, "TSK-01"
     assert status(lambda: method(kind(context=pb.TaskRequestContext(request_id="t")))) is INVALID, "TSK-02"
     assert status(lambda: method(kind(context=pb.TaskRequestContext(request_id="t", model="x")))) is NOT_FOUND, "TSK-02"

@@ -7,12 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections import Counter
 
 import grpc
 import pytest
 
-from openengine import CandidateTokenSelection, Engine, InvalidArgument, OpenEngineError
+from openengine import (
+    CandidateTokenSelection,
+    DuplicateRequest,
+    Engine,
+    GenerateRequest,
+    InvalidArgument,
+    KvSessionRef,
+    OpenEngineError,
+    SamplingParams,
+)
 from openengine.rpc import Client, openengine_pb2_grpc
 from openengine.rpc import openengine_pb2 as pb
 from openengine.rpc.convert import from_proto
@@ -21,6 +31,7 @@ from tests.rpc.scripted_server import VOCAB_SIZE
 from tests.rpc.serving import eventually, is_idle, load, running
 from tests.stream_grammar import check_stream
 
+HOT = SamplingParams(temperature=-1.0)
 OPTIONS = {"max_num_seqs": 8, "num_kv_blocks": 64, "block_size": 32}
 
 
@@ -119,7 +130,7 @@ def test_what_needs_no_generation_is_equal_too(pair):
         ("x", {"model": "nobody"}),
         ("x", {"lora_name": "a"}),
         ([0] * 300, {}),
-        ("x", {"regex": "a"}),
+        ("x", {"session": KvSessionRef(session_id="s")}),
     ],
 )
 def test_refusals_are_the_same_class_with_the_same_message(pair, prompt, options):
@@ -131,12 +142,57 @@ def test_refusals_are_the_same_class_with_the_same_message(pair, prompt, options
     assert errors[0][:2] == errors[1][:2] and errors[0][2] == errors[1][2]
 
 
-def test_errors_in_a_batch_stand_in_their_place(pair):
-    _engine, client = pair
-    results = client.generate(["good", [0] * 300, "good"], max_tokens=2, on_error="return")
-    assert [type(result.error) for result in results] == [type(None), InvalidArgument, type(None)]
-    with pytest.raises(InvalidArgument):
-        client.generate(["good", [0] * 300], max_tokens=2)
+def test_gen_07_a_prompt_of_ten_megabytes_is_refused_by_its_length_alone(pair):
+    prompt, errors, started = "word " * 2_000_000, [], time.monotonic()
+    for side in pair:
+        for options in ({}, {"prompt_logprobs": 5}):
+            with pytest.raises(InvalidArgument, match="at least") as caught:
+                side.submit(prompt, **options)
+            errors.append((caught.value.message, caught.value.details))
+    assert all(error == errors[0] for error in errors) and errors[0][1]["prompt_tokens_at_least"] > 256
+    assert time.monotonic() - started < 2.0, "it takes longer to tokenize"
+
+
+def test_errors_in_a_batch_stand_in_their_place_and_name_their_item(pair):
+    for side in pair:
+        results = side.generate(["good", [0] * 300, "good", []], max_tokens=2, on_error="return", progress=False)
+        assert [type(r.error) for r in results] == [type(None), InvalidArgument, type(None), InvalidArgument]
+        with pytest.raises(InvalidArgument, match="item 1 of 2"):
+            side.generate(["good", [0] * 300], max_tokens=2)
+        with pytest.raises(InvalidArgument, match="item 1 of 2: temperature"):
+            side.generate([GenerateRequest(prompt="a"), GenerateRequest(prompt="b", sampling=HOT)])
+        with pytest.raises(DuplicateRequest, match="item 1 of 2"):
+            side.generate([GenerateRequest(prompt="a", request_id="x"), GenerateRequest(prompt="b", request_id="x")])
+        for wrong in ({"on_error": "ignore"}, {"temprature": 1}, {"request_id": "one"}):
+            with pytest.raises(InvalidArgument):
+                side.generate(["a", "b"], **wrong)
+        with pytest.raises(InvalidArgument):
+            side.as_completed("one prompt")
+
+
+def test_results_have_usage_timing_and_what_was_asked_for(pair):
+    for side in pair:
+        result = side.generate("Hello", seed=1, max_tokens=5, num_sequences=2, stop="zzz")
+        timing = result.timing
+        assert 0 <= timing.queue_s <= timing.time_to_first_token_s <= timing.total_s and timing.time_per_token_s > 0
+        assert result.usage.completion_tokens == 10 and result.sampling.num_sequences == 2
+        assert result.stopping.max_tokens == 5 and [o.message for o in result.outputs] == ["max_tokens 5 reached"] * 2
+        assert set(result.to_dict()) >= {"text", "prompt_tokens", "total_s"}
+
+
+CHAT = [{"role": "user", "content": "Hello"}]
+
+
+def test_a_chat_is_rendered_with_the_servers_template(pair):
+    engine, client = pair
+    assert client.apply_chat_template(CHAT) == engine.apply_chat_template(CHAT)
+    options = {"temperature": 0, "max_tokens": 6}
+    assert client.chat(CHAT, **options).token_ids == engine.chat(CHAT, **options).token_ids
+    with client.stream(messages=CHAT, **options) as events:
+        assert "".join(event.text for event in events) == engine.chat(CHAT, **options).text
+    for side in pair:
+        with pytest.raises(InvalidArgument, match="not both"):
+            side.generate("a", messages=CHAT)
 
 
 def test_smollm2_answers_the_same_over_the_wire(smollm2):

@@ -457,3 +457,37 @@ def test_every_field_of_engine_config_is_a_flag(checkpoint):
 
     args = _parser().parse_args(["--model", str(checkpoint)])
     assert EngineConfig(str(checkpoint), **_engine_options(args)) == EngineConfig(str(checkpoint))
+
+
+_SLOW_TO_LOAD = """
+import sys, time
+import openengine.loading, openengine.engine
+def load(config, progress):
+    print("loading", flush=True)
+    time.sleep(60)
+openengine.engine.load = load
+from openengine.rpc.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_the_model_loads_ends_the_process_at_once(checkpoint, number):
+    args = [sys.executable, "-c", _SLOW_TO_LOAD, "--model", str(checkpoint), "--port", "0"]
+    process = subprocess.Popen(args, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "loading\n"
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=5)
+    assert process.returncode == 0
+    assert errors == f"openengine.rpc: stopped by {number.name} before it was ready\n"
+
+
+def test_a_signal_while_imports_run_ends_the_process_at_once(checkpoint):
+    args = [sys.executable, "-v", "-m", "openengine.rpc", "--model", str(checkpoint), "--port", "0"]
+    process = subprocess.Popen(args, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    for line in process.stderr:  # what -v tells of every import
+        if "import 'torch" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=10)
+    assert process.returncode == 0 and "before it was ready" in errors and "Traceback" not in errors

@@ -40,6 +40,56 @@ def test_200_streams_of_every_kind_of_client_leave_the_server_as_it_was(tmp_path
         assert server.process.poll() is None
 
 
+def test_mutated_requests_get_a_status_or_one_terminal_event_and_leave_nothing(server):
+    rng = random.Random(4)
+    ends: Counter[str] = Counter()
+
+    async def send(call) -> None:
+        try:
+            if rng.random() < 0.2:
+                call.cancel()
+            num_last = 0
+            while (data := await call.read()) is not grpc.aio.EOF:
+                assert not num_last, "nothing follows the last event"
+                num_last += pb.GenerateResponse.FromString(data).HasField("usage")
+            assert num_last == 1
+            ends["OK"] += 1
+        except asyncio.CancelledError:
+            ends["CANCELLED"] += 1
+        except grpc.RpcError as exc:
+            ends[exc.code().name] += 1
+
+    async def main() -> None:
+        async with grpc.aio.insecure_channel(server.target) as channel:
+            generate = channel.unary_stream("/openengine.v1.OpenEngine/Generate")
+            for _ in range(25):
+                timeouts = [rng.choice([0.001, 0.02, 1, 1]) for _ in range(16)]
+                await asyncio.gather(*(send(generate(_mutated(rng), timeout=timeout)) for timeout in timeouts))
+
+    num_lines = len(server.errors)
+    asyncio.run(main())
+    assert {"OK", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED"} <= set(ends), ends
+    assert not {"UNKNOWN", "INTERNAL", "UNAVAILABLE"} & set(ends), ends
+    eventually(lambda: is_idle(server))
+    assert load(server).used_kv_blocks == 0 and "".join(server.errors[num_lines:]) == ""
+
+
+def _mutated(rng: random.Random) -> bytes:
+    """A request with bytes changed, added and lost, and fields that nobody knows."""
+    data = bytearray(_message(rng.choice("cseuh"), max_tokens=rng.randrange(50)).SerializeToString())
+    for _ in range(rng.randrange(4)):
+        change = rng.randrange(4)
+        if change == 0:
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        elif change == 1:
+            data += rng.randbytes(rng.randrange(8))
+        elif change == 2:
+            data += b"\xa2\x06\x03abc"  # field 100, of three bytes
+        else:
+            del data[rng.randrange(len(data)) + 1 :]
+    return bytes(data)
+
+
 async def _traffic(server, seconds: float, flood: int) -> Counter[str]:
     ends: Counter[str] = Counter()
     until = time.monotonic() + seconds
@@ -63,9 +113,13 @@ async def _client(stub, port: int, rng: random.Random, until: float, ends: Count
             await _follow(stub, _message("word " * 2_000_000), ends)
         elif kind == "vanishing":
             call = stub.Generate(_message("s", max_tokens=500))
-            await call.read()
-            call.cancel()
-            ends["vanished"] += 1
+            try:
+                await call.read()
+            except grpc.RpcError as exc:
+                ends[exc.code().name] += 1
+            else:
+                call.cancel()
+                ends["vanished"] += 1
         else:
             message = _message(rng.choice("cde"), max_tokens=rng.randrange(1, 60))
             await _follow(stub, message, ends, delay_s=0.01 if kind == "slow" else 0)

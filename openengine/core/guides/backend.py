@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from typing import Any, Protocol
 
@@ -9,8 +10,11 @@ import numpy as np
 
 from openengine.errors import UnsupportedFeature
 
-__all__ = ["Backend", "BackendRefused", "GuideTokenizer", "first_line", "import_backend"]
+__all__ = ["MISSING", "Backend", "BackendRefused", "GuideTokenizer", "first_line", "import_backend", "is_installed"]
 
+MISSING = 'guided decoding needs the package llguidance: pip install "openengine-inference[guided]"'
+
+_TRIED_STEPS = 4  # what is too large for the backend shows as soon as it is followed
 _MAX_MASK_S = 1.0  # every step of every request would wait for it
 
 
@@ -28,14 +32,17 @@ class BackendRefused(Exception):
     """The backend cannot compile a grammar."""
 
 
+def is_installed() -> bool:
+    """Whether the library is there, without loading it."""
+    return importlib.util.find_spec("llguidance") is not None
+
+
 def import_backend() -> Any:
     """The library. Raises UnsupportedFeature when it is not installed."""
     try:
         import llguidance
     except ImportError as exc:
-        raise UnsupportedFeature(
-            'guided decoding needs the package llguidance: pip install "openengine-inference[guided]"'
-        ) from exc
+        raise UnsupportedFeature(MISSING) from exc
     return llguidance
 
 
@@ -57,16 +64,26 @@ class Backend:
         self._row_words = -(-vocab_size // 32)
 
     def matcher(self, grammar: str) -> Any:
-        """A matcher that has computed its first mask. Raises BackendRefused."""
+        """A matcher that has shown its first masks to be within the limits. Raises BackendRefused."""
         matcher = self._new(self._tokenizer, grammar)
-        probe = matcher.deep_copy()
-        began = time.thread_time()
-        self.fill([(probe, 0)], np.empty((1, self._row_words), np.int32))
-        if probe.is_error():
-            raise BackendRefused(first_line(probe.get_error()))
-        if time.thread_time() - began > _MAX_MASK_S:
-            raise BackendRefused(f"it takes more than {_MAX_MASK_S:g} s to find the tokens that it allows")
+        self._try(matcher.deep_copy())
         return matcher
+
+    def _try(self, matcher: Any) -> None:
+        row = np.empty(self._row_words, np.int32)
+        for step in range(_TRIED_STEPS):
+            began = time.thread_time()
+            self.fill([(matcher, 0)], row[np.newaxis])
+            if not matcher.is_error() and time.thread_time() - began > _MAX_MASK_S:
+                raise BackendRefused(f"it takes more than {_MAX_MASK_S:g} s to find the tokens that it allows")
+            legal = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
+            if not matcher.is_error() and len(legal):
+                token = int(legal[-(step % 2)])
+                if token in self.eos_token_ids:
+                    return
+                matcher.consume_token(token)
+            if matcher.is_error():
+                raise BackendRefused(first_line(matcher.get_error()))
 
     def byte_matcher(self, grammar: str) -> Any:
         """A matcher whose tokens are the bytes."""

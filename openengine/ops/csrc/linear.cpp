@@ -9,13 +9,14 @@
 namespace {
 
 constexpr int VECS = 2;                                       // vectors of outputs in a tile
-// Rows of a tile: what its accumulators leave of the registers.
+// Rows of a tile, at most: what its accumulators leave of the registers. More rows than that are computed in lower tiles,
+// which are faster once the weights are at hand.
 #if defined(__AVX512BF16__)
-constexpr int FLOAT_ROWS = 14, INT8_ROWS = 8;
+constexpr int FLOAT_ROWS = 14, INT8_ROWS = 10, MANY_ROWS = 8;
 #elif OE_LANES == 16
-constexpr int FLOAT_ROWS = 10, INT8_ROWS = 6;
+constexpr int FLOAT_ROWS = 10, INT8_ROWS = 6, MANY_ROWS = 8;
 #else
-constexpr int FLOAT_ROWS = 4, INT8_ROWS = 2;
+constexpr int FLOAT_ROWS = 4, INT8_ROWS = 2, MANY_ROWS = 4;
 #endif
 constexpr int64_t NEAR = 2048;              // bytes to fetch ahead of a tile that reads weights from memory
 constexpr int64_t BLOCK_BYTES = 1 << 20;     // of activations that stay in the second-level cache beside a panel
@@ -182,7 +183,8 @@ template <class D>
 void multiply_panel(const Product& p, int64_t panel, int64_t row, int64_t end) {
     const char* w = p.layer->weights + panel * p.groups * ROW;
     const int64_t panel_bytes = p.groups * ROW;
-    int64_t tiles = (end - row + D::MAX_ROWS - 1) / D::MAX_ROWS;
+    const int64_t most = end - row <= D::MAX_ROWS || MANY_ROWS > D::MAX_ROWS ? D::MAX_ROWS : MANY_ROWS;
+    int64_t tiles = (end - row + most - 1) / most;
     // One tile reads the weights from memory as it goes; several have the time to fetch the next panel.
     const int64_t step = ROW / tiles;
     const char* ahead = tiles == 1 ? w + NEAR : w + panel_bytes;

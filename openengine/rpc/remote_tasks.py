@@ -1,0 +1,219 @@
+"""`RemoteTasks`: embed, classify and score at a server, for a `Client`: lists of any length in, one response out.
+
+The twin of `Tasks` in process. Of a long list a few requests are under way at a time, their responses are joined in order.
+Owns splitting and joining; does not own the connection (connection.py), nor what an option means.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+from openengine import (
+    Cancelled,
+    ClassifyRequest,
+    ClassifyResponse,
+    EmbedRequest,
+    EmbedResponse,
+    InvalidArgument,
+    ScoreGroup,
+    ScoreRequest,
+    ScoreResponse,
+    TaskRequestContext,
+    TaskUsage,
+    TokenizeOptions,
+    UnsupportedFeature,
+)
+from openengine.progress import progress_bar
+from openengine.rpc.connection import Connection
+from openengine.rpc.convert import from_proto, to_proto
+from openengine.rpc.remote_tokenizer import RemoteTokenizerService
+from openengine.task_options import LocalOptions, build_classify, build_embed, build_score
+
+__all__ = ["RemoteTasks"]
+
+_WINDOW = 4  # requests of one call under way
+_MAX_ITEMS = 256  # of one request
+_MAX_CHARS = 1 << 18
+Request = EmbedRequest | ClassifyRequest | ScoreRequest
+Response = EmbedResponse | ClassifyResponse | ScoreResponse
+
+
+class RemoteTasks:
+    """Requests for `model` at the server of `connection`; `tokenizer` knows the ids of labels."""
+
+    def __init__(self, connection: Connection, tokenizer: RemoteTokenizerService, model: str) -> None:
+        self._connection = connection
+        self._tokenizer = tokenizer
+        self._model = model
+
+    def embed(self, inputs: Any, options: dict[str, Any]) -> list[EmbedRequest]:
+        """The requests of a call."""
+        request, local = build_embed(inputs, options)
+        _refuse_local(local)
+        return self._named(request, request is inputs)
+
+    def classify(self, inputs: Any, options: dict[str, Any]) -> list[ClassifyRequest]:
+        request, local = build_classify(inputs, options)
+        _refuse_local(local)
+        return self._named(request, request is inputs)
+
+    def score(self, query: Any, candidates: Any, options: dict[str, Any]) -> list[ScoreRequest]:
+        request, local = build_score(query, candidates, options)
+        _refuse_local(local)
+        if local.labels:
+            label_ids = tuple(map(self._label_id, local.labels))
+            request = replace(request, options=replace(request.options, label_token_ids=label_ids))
+        return self._named(request, request is query)
+
+    def run(self, requests: list[Request], progress: bool | None) -> Response:
+        """Run the requests of a call and join their responses. An interrupt cancels them."""
+        pending: deque[Future[Any]] = deque()
+        responses: list[Response] = []
+        todo, total = iter(requests), len(requests)
+        with progress_bar(progress if total > 1 else False, total=total, desc="tasks", unit="req") as bar:
+            try:
+                while len(responses) < total:
+                    for request in _take(todo, _WINDOW - len(pending)):
+                        pending.append(self._start(request))
+                    responses.append(_value(pending[0].result()))
+                    pending.popleft()
+                    bar(len(responses), total)
+            except CancelledError:
+                raise Cancelled("the client was closed") from None
+            finally:
+                for future in pending:
+                    future.cancel()
+        return _joined(requests, responses)
+
+    async def arun(self, requests: list[Request]) -> Response:
+        """`run` for an event loop. Cancelling the task cancels the requests."""
+        pending: deque[Future[Any]] = deque()
+        responses: list[Response] = []
+        todo = iter(requests)
+        try:
+            while len(responses) < len(requests):
+                for request in _take(todo, _WINDOW - len(pending)):
+                    pending.append(self._start(request))
+                responses.append(_value(await asyncio.wrap_future(pending[0])))
+                pending.popleft()
+        finally:
+            for future in pending:
+                future.cancel()
+        return _joined(requests, responses)
+
+    def _start(self, request: Request) -> Future[Any]:
+        stub = self._connection.stub
+        method = {EmbedRequest: stub.Embed, ClassifyRequest: stub.Classify, ScoreRequest: stub.Score}[type(request)]
+        return self._connection.start(self._connection.answer(method, to_proto(request)))
+
+    def _named(self, request: Request, is_one: bool) -> list[Any]:
+        """Requests with ids of their own and the model's name. One of the contract, or with an id, is not split."""
+        context = request.context
+        if not isinstance(context, TaskRequestContext):
+            raise InvalidArgument(f"context must be a TaskRequestContext, not {context!r:.80}")
+        is_one = is_one or context.request_id is not None
+        parts = [request] if is_one else _parts(request)
+        model = self._model if context.model is None else context.model
+        request_id = context.request_id
+        if request_id == "":
+            raise InvalidArgument("request_id is empty; leave it out to get a fresh one")
+        return [
+            replace(part, context=replace(context, request_id=request_id or str(uuid.uuid4()), model=model))
+            for part in parts
+        ]
+
+    def _label_id(self, label: str) -> int:
+        ids = self._tokenizer.tokenize(label, TokenizeOptions(add_special_tokens=False)).token_ids
+        if len(ids) != 1:
+            raise InvalidArgument(
+                f"label {label!r:.80} is {len(ids)} tokens, and a label must be one; try it with or without a space before it, "
+                "or give label_token_ids"
+            )
+        return ids[0]
+
+
+def _refuse_local(local: LocalOptions) -> None:
+    given = {"truncate": local.truncate != "error", "prompt": local.prompt, "prompt_name": local.prompt_name}
+    for name, value in given.items():
+        if value:
+            raise UnsupportedFeature(f"{name} has no field in the contract; put it into the texts, or use an Engine")
+
+
+# ---- splitting and joining -----------------------------------------------------------------------
+
+
+def _take(items: Iterator[Any], count: int) -> Iterator[Any]:
+    for _ in range(count):
+        try:
+            yield next(items)
+        except StopIteration:
+            return
+
+
+def _parts(request: Request) -> list[Request]:
+    if not isinstance(request, ScoreRequest):
+        return [replace(request, inputs=inputs) for inputs in _runs(request.inputs)]
+    pairs = [(group, candidate) for group in request.groups for candidate in group.candidates]
+    parts = []
+    for run in _runs(pairs, content=lambda pair: pair[1]):
+        groups: list[ScoreGroup] = []
+        for group, candidate in run:
+            if groups and groups[-1].group_id == group.group_id:
+                groups[-1] = replace(groups[-1], candidates=(*groups[-1].candidates, candidate))
+            else:
+                groups.append(replace(group, candidates=(candidate,)))
+        parts.append(replace(request, groups=tuple(groups)))
+    return parts
+
+
+def _runs(items: Sequence[Any], *, content: Callable[[Any], Any] = lambda item: item) -> list[tuple[Any, ...]]:
+    """Neighbouring items, in parts of bounded size; one empty part of no items, which the server refuses."""
+    parts, part, chars = [], [], 0
+    for item in items:
+        value = content(item)
+        chars += len(value.text) if isinstance(value.text, str) else 8
+        part.append(item)
+        if len(part) == _MAX_ITEMS or chars >= _MAX_CHARS:
+            parts.append(tuple(part))
+            part, chars = [], 0
+    return [*parts, tuple(part)] if part or not parts else parts
+
+
+def _value(message: Any) -> Response:
+    return from_proto(message)
+
+
+def _joined(requests: Sequence[Request], responses: Sequence[Response]) -> Response:
+    first = responses[0]
+    if len(responses) == 1:
+        return first
+    usages = [response.usage for response in responses if response.usage is not None]
+    cached = [usage.cached_input_tokens for usage in usages if usage.cached_input_tokens is not None]
+    usage = TaskUsage(
+        input_tokens=sum(usage.input_tokens for usage in usages), cached_input_tokens=sum(cached) if cached else None
+    )
+    if isinstance(first, ScoreResponse):
+        return replace(first, groups=_joined_groups(responses), usage=usage)
+    outputs = chain.from_iterable(response.outputs for response in responses)
+    numbered = tuple(replace(output, input_index=index) for index, output in enumerate(outputs))
+    return replace(first, outputs=numbered, usage=usage)
+
+
+def _joined_groups(responses: Sequence[ScoreResponse]) -> tuple[Any, ...]:
+    groups: list[Any] = []
+    for group in chain.from_iterable(response.groups for response in responses):
+        if groups and groups[-1].group_id == group.group_id:
+            groups[-1] = replace(groups[-1], candidates=(*groups[-1].candidates, *group.candidates))
+        else:
+            groups.append(replace(group, group_index=len(groups)))
+    return tuple(
+        replace(group, candidates=tuple(replace(c, candidate_index=i) for i, c in enumerate(group.candidates)))
+        for group in groups
+    )
