@@ -60,7 +60,7 @@ class Tasks:
         raise InvalidArgument(f"a task is an EmbedRequest, ClassifyRequest or ScoreRequest, not {request!r:.80}")
 
     def embed(self, inputs: Any, options: dict[str, Any]) -> Call:
-        self._check("embed")
+        self._check("embed", inputs)
         request, local = build_embed(inputs, options)
         is_split = _is_split(request, inputs)
         prepared = self.preparer.embed(
@@ -69,23 +69,24 @@ class Tasks:
         return self._call(prepared, is_split, "embedding")
 
     def classify(self, inputs: Any, options: dict[str, Any]) -> Call:
-        self._check("classify")
+        self._check("classify", inputs)
         request, local = build_classify(inputs, options)
         is_split = _is_split(request, inputs)
         prepared = self.preparer.classify(request, truncate=local.truncate, is_split=is_split)
         return self._call(prepared, is_split, "classifying")
 
     def score(self, query: Any, candidates: Any, options: dict[str, Any]) -> Call:
-        self._check("score")
+        self._check("score", query)
         request, local = build_score(query, candidates, options)
         is_split = _is_split(request, query)
         prepared = self.preparer.score(request, labels=local.labels, truncate=local.truncate, is_split=is_split)
         return self._call(prepared, is_split, "scoring")
 
-    def _check(self, task: str) -> None:
-        """Whether the model does it comes before what is wrong with the inputs."""
+    def _check(self, task: str, given: Any) -> None:
+        """Whether the model does it comes before what is wrong with the inputs, but after a request's id and model."""
         self._check_accepting()
-        self.preparer.check(task)
+        if not isinstance(given, TaskRequest):
+            self.preparer.check(task)
 
     def _call(self, prepared: PreparedTask, is_split: bool, doing: str) -> Call:
         return Call(prepared, self._parts(prepared) if is_split else [(0, len(prepared.items))], doing)
@@ -94,7 +95,7 @@ class Tasks:
         """Ranges of items of a few steps' tokens each."""
         parts, start, tokens = [], 0, 0
         for index, item in enumerate(prepared.items):
-            tokens += len(item.token_ids)
+            tokens += len(item.token_ids) - item.num_shared
             if tokens >= self._tokens_per_request or index + 1 - start == _MAX_ITEMS:
                 parts.append((start, index + 1))
                 start, tokens = index + 1, 0

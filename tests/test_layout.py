@@ -33,6 +33,7 @@ RANKS = {
     "openengine.core.runtime_events": 2,
     "openengine.core.scheduler": 2,
     "openengine.core.sequence": 2,
+    "openengine.core.shared_prefix": 2,
     "openengine.core.stats": 2,
     "openengine.core.subscription": 2,
     "openengine.core.task_kinds": 2,

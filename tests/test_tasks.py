@@ -594,11 +594,12 @@ def score_request(documents, **context) -> ScoreRequest:
     )
 
 
-def test_tsk_15_one_query_is_computed_once_for_two_hundred_candidates(models):
+@pytest.mark.parametrize("most", [3, 40])
+def test_tsk_15_one_query_is_computed_once_for_two_hundred_candidates(models, most):
     directory, _reference, _engine = models["causal"]
     query = " ".join(random.Random(5).choices(WORDS, k=60))
-    documents = [" " + text for text in texts_of(200, most=60)]
-    with Engine(directory, max_num_seqs=16, block_size=16, **OPTIONS) as engine:
+    documents = [" " + text for text in texts_of(200, most=most)]
+    with Engine(directory, max_num_seqs=16, **OPTIONS) as engine:
         own = sum(len(engine.tokenize(text, add_special_tokens=False)) for text in documents)
         response = engine.score(query, documents, label_token_ids=[5, 6])
         usage, once = response.usage, len(engine.tokenize(query))
@@ -608,6 +609,9 @@ def test_tsk_15_one_query_is_computed_once_for_two_hundred_candidates(models):
         again = engine.score(query, documents[:8], label_token_ids=[5, 6])
         assert np.abs(again.scores - response.scores[:8]).max() < 1e-5
         assert 0 < again.usage.cached_input_tokens < again.usage.input_tokens
+        alone = [engine.score(query, [text], label_token_ids=[5, 6]).scores[0] for text in documents[:20]]
+        assert np.abs(response.scores[:20] - alone).max() < 1e-5
+        assert engine._loop.call(lambda scheduler: scheduler.blocks.num_used) == 0
 
 
 def test_emb_10_vectors_by_token_are_complete_with_a_warm_cache_and_in_chunks(models):

@@ -130,6 +130,10 @@ class ModelRunner:
             max_len=min(pool.max_model_len, pool.num_tokens),
             block_size=pool.block_size,
         )
+        # Memory that stays: the system takes back so large a block, and a step would spend up to 10 % on new pages.
+        self._logits = None
+        if spec.device.type == "cpu" and model.head is not None:
+            self._logits = torch.empty(max_num_seqs, model.config.vocab_size)
         # Sampling takes the kernels that attention takes.
         native = native_library() if isinstance(backend, NativeAttention) else None
         self._sampler = Sampler(
@@ -159,7 +163,7 @@ class ModelRunner:
         sampled = [item.samples for item in plan.scheduled if item.samples]
         slots = np.array([seq.slot for samples in sampled for seq in samples], dtype=np.int64)
         rows = np.repeat(np.arange(len(sampled)), [len(samples) for samples in sampled])
-        logits = self._model.logits(hidden)
+        logits = self._model.logits(hidden, out=self._logits)
         mask = None if self._masks is None else self._masks.finish()
         return StepResult(self._sampler.sample(logits, rows, slots, mask=mask), pooled)
 

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from openengine.core.blocks import BlockManager
 from openengine.core.cache_keys import CacheKeyContext, block_key, block_keys, extra_keys
 from openengine.core.sequence import Sequence, SequenceGroup, SequenceState
+from openengine.core.shared_prefix import PrefixHolds, SharedPrefix
 from openengine.errors import OpenEngineError
 from openengine.types import FinishReason, StopMatch
 
@@ -88,6 +89,7 @@ class Scheduler:
         self._running: list[Sequence] = []  # sorted by order
         self._computing: dict[bytes, list[Sequence]] = {}  # who computes the prompt block of a key, not yet published
         self._released_slots: list[int] = []
+        self._prefixes = PrefixHolds(blocks)
 
     # ---- state others may read -------------------------------------------------------------------
 
@@ -143,6 +145,7 @@ class Scheduler:
                 seq.block_ids, seq.slot = [], -1
                 seq.move_to(SequenceState.FAILED)
         self.blocks = self.blocks.renewed()
+        self._prefixes = PrefixHolds(self.blocks)
         self._free_slots = list(range(self._max_num_seqs - 1, -1, -1))
         self._waiting, self._running, self._computing = [], [], {}
         self._released_slots = list(self._free_slots)
@@ -174,6 +177,7 @@ class Scheduler:
             if item.score is not None:
                 seq.group.num_scored = item.score[1]
             self._publish(seq)
+            self._prefixes.hold(seq)
             for sampled in item.samples:
                 if not sampled.is_forked:
                     self._fork(seq, sampled)
@@ -184,6 +188,7 @@ class Scheduler:
             if not item.samples and seq.num_computed == seq.num_tokens and seq.group.stopping.max_tokens == 0:
                 for output in seq.group.sequences:
                     deltas.append(TokenDelta(output, -1, -1, FinishReason.LENGTH))
+        self._prefixes.release()
         return deltas
 
     # ---- decodes ---------------------------------------------------------------------------------
@@ -206,6 +211,8 @@ class Scheduler:
         num_new = self._num_blocks(seq.num_tokens) - len(seq.block_ids)
         needs_copy = first < len(seq.block_ids) and self.blocks.is_shared(seq.block_ids[first])
         while self.blocks.num_free < num_new + needs_copy:
+            if self._prefixes.release(everything=True):
+                continue
             victim = self._running[-1]
             self._preempt(victim, plan)
             if victim is seq:
@@ -239,7 +246,7 @@ class Scheduler:
         index = 0
         while index < len(self._waiting) and self._free_slots:
             seq = self._waiting[index]
-            if self._is_awaited(seq):
+            if self._is_awaited(seq) or self._prefixes.is_awaited(seq):
                 index += 1
                 continue
             members = _unforked_group(seq)
@@ -251,11 +258,16 @@ class Scheduler:
             if self._is_awaited(seq):
                 index += 1
                 continue
+            prefix = self._prefixes.find(seq, len(reused) * self.blocks.block_size)
+            if prefix is not None:
+                reused = prefix.block_ids[: prefix.length // self.blocks.block_size]
             num_new = self._num_blocks(seq.num_tokens) - len(reused)
             if not self.blocks.can_allocate(num_new, reused):
+                if not self._running and self._prefixes.release(everything=True):
+                    continue
                 return
             del self._waiting[index]
-            self._start(seq, members, reused, num_new, plan)
+            self._start(seq, members, reused, num_new, plan, prefix)
 
     def _match(self, seq: Sequence) -> list[int]:
         group = seq.group
@@ -277,18 +289,34 @@ class Scheduler:
         """Whether a sequence that runs before `seq` anyway is computing its next block; a later one may never get to it."""
         return any(other.order < seq.order for other in self._computing.get(seq.awaited_key, ()))
 
-    def _start(self, seq: Sequence, members: list[Sequence], reused: list[int], num_new: int, plan: StepPlan) -> None:
-        self.blocks.take(reused)
+    def _start(
+        self,
+        seq: Sequence,
+        members: list[Sequence],
+        reused: list[int],
+        num_new: int,
+        plan: StepPlan,
+        prefix: SharedPrefix | None,
+    ) -> None:
+        if prefix is None:
+            self.blocks.take(reused)
+        else:
+            self.blocks.fork(reused)
         seq.block_ids = [*reused, *self.blocks.allocate(num_new)]
         seq.num_computed = len(reused) * self.blocks.block_size
+        if prefix is not None and prefix.length > seq.num_computed:  # the rest of it lies within a block
+            plan.block_copies.append((prefix.block_ids[len(reused)], seq.block_ids[len(reused)]))
+            seq.num_computed = prefix.length
         seq.num_published = len(reused)
         seq.awaited_key = None
         seq.num_announced = len(seq.block_keys)
         for key in seq.block_keys[seq.num_published :]:
             self._computing.setdefault(key, []).append(seq)
-        if seq.num_cached is None and self.blocks.enable_prefix_cache:  # later hits are on its own work
+        if seq.num_cached is None:  # later hits are on its own work
+            self._prefixes.begin(seq)
             seq.num_cached = seq.num_computed
-            seq.group.num_cached_tokens += seq.num_computed
+            if self.blocks.enable_prefix_cache:
+                seq.group.num_cached_tokens += seq.num_computed
         for member in members:
             member.slot = self._free_slots.pop()
             member.move_to(SequenceState.RUNNING)
@@ -399,7 +427,10 @@ class Scheduler:
             self._release(seq)
         elif seq in self._waiting:
             self._waiting.remove(seq)
+            if seq.num_cached is None:
+                self._prefixes.skip(seq)
         seq.move_to(state)
+        self._prefixes.release()
 
     def _release(self, seq: Sequence) -> None:
         for key in seq.block_keys[seq.num_published : seq.num_announced]:
@@ -430,7 +461,7 @@ class Scheduler:
         assert self._running == sorted(self._running, key=_order)
         assert self._waiting == sorted(self._waiting, key=_order)
         references = Counter(block_id for seq in self._running for block_id in seq.block_ids)
-        assert references == self.blocks.references()
+        assert references + self._prefixes.references() == self.blocks.references()
         for seq in self._running:
             assert len(seq.block_ids) * self.blocks.block_size >= seq.num_computed
         announced = Counter(

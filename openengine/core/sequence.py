@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from openengine.core.shared_prefix import SharedPrefix
 from openengine.core.task_work import TaskItem, TaskWork
 from openengine.errors import OpenEngineError
 from openengine.types import FinishReason, ResponseOptions, SamplingParams, StopMatch, StoppingOptions, Usage
@@ -94,8 +95,16 @@ class SequenceGroup:
         else:
             self.num_prompt = sum(len(item.token_ids) for item in self.items)
             self.sequences = [Sequence(self, index, item.token_ids, item) for index, item in enumerate(self.items)]
+            self._share_prefixes()
         if self.score_start is not None:
             self.num_scored = self.score_start
+
+    def _share_prefixes(self) -> None:
+        prefixes: dict[int, SharedPrefix] = {}
+        for seq in self.sequences:
+            if seq.item.num_shared:
+                seq.shared = prefixes.setdefault(seq.item.query, SharedPrefix(seq.item.num_shared))
+                seq.shared.num_pending += 1
 
     @classmethod
     def of_task(
@@ -164,6 +173,7 @@ class Sequence:
         "num_announced",
         "num_prompt",
         "num_published",
+        "shared",
         "slot",
         "state",
         "stop_match",
@@ -177,6 +187,7 @@ class Sequence:
         self.group = group
         self.index = index
         self.item = item
+        self.shared: SharedPrefix | None = None
         self.num_prompt = len(prompt_ids)
         self.token_ids = array("i", prompt_ids.tobytes())
         self.num_cached: int | None = None  # prompt tokens found in the cache when it first started for itself

@@ -338,7 +338,7 @@ class TaskPreparer:
     def _pairs(self, groups: Sequence[ScoreGroup], instruction: str, truncate: str) -> list[TaskItem]:
         items: list[TaskItem] = []
         for index, group in enumerate(groups):
-            items += self._tokenizer.encode_pairs(
+            pairs = self._tokenizer.encode_pairs(
                 _given(group.query),
                 [_given(candidate) for candidate in group.candidates],
                 instruction=instruction,
@@ -346,6 +346,7 @@ class TaskPreparer:
                 name=f"groups[{index}].candidates",
                 query_name=f"groups[{index}].query",
             )
+            items += _with_shared(pairs, index) if self._limits.num_kv_tokens is not None else pairs
         return items
 
     def _label_ids(self, label_ids: Any, labels: Sequence[str], can: ScoreCapabilities) -> tuple[int, ...]:
@@ -398,6 +399,16 @@ def _content(where: str, item: TaskInput, allowed: Sequence[TaskInputType], seen
     if kind is TaskInputType.TEXT:
         return _typed(f"{where}.text", item.text, str)
     return item.token_ids
+
+
+def _with_shared(items: list[TaskItem], query: int) -> list[TaskItem]:
+    """The items of one query, which know how many tokens they all begin with; each has one of its own at least."""
+    first = items[0].token_ids
+    count = min(len(item.token_ids) for item in items) - 1
+    for item in items:
+        differing = np.flatnonzero(item.token_ids[:count] != first[:count])
+        count = int(differing[0]) if len(differing) else count
+    return [replace(item, num_shared=count, query=query) for item in items] if len(items) > 1 and count else items
 
 
 def _given(item: TaskInput) -> str | Sequence[int]:

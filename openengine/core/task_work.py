@@ -34,11 +34,14 @@ class TaskItem:
 
     token_ids: i32[n], special tokens included.  token_types: i32[n], which text of a pair, None for a single one.
     num_skipped: how many tokens at its start are an instruction that pooling leaves out.
+    num_shared: how many tokens at its start are those of every item of the same `query`, of a model with a KV cache.
     """
 
     token_ids: np.ndarray
     token_types: np.ndarray | None = None
     num_skipped: int = 0
+    num_shared: int = 0
+    query: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -197,8 +197,20 @@ class Linear:
         """Memory the weight and what belongs to it take."""
         return self.weights.num_bytes
 
-    def __call__(self, x: Tensor, *, dtype: torch.dtype | None = None, activation: str | None = None) -> Tensor:
-        """x [T, in] -> [T, out], in `dtype` or x's; `activation`, one of ops.activation's, is applied to the result."""
+    def __call__(
+        self,
+        x: Tensor,
+        *,
+        dtype: torch.dtype | None = None,
+        activation: str | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """x [T, in] -> [T, out], in `dtype` or x's; `activation`, one of ops.activation's, is applied to the result.
+
+        `out` [>= T, out] is memory for the result, which is written there or, where the kernels cannot, is fresh.
+        """
+        if out is not None and isinstance(self.weights, NativeWeights):
+            return self.weights.multiply(x, out.dtype, activation, out=out)
         return self.weights.multiply(x, dtype or x.dtype, activation)
 
     def rows(self, ids: Tensor) -> Tensor:

@@ -109,12 +109,17 @@ class NativeWeights:
         else:
             pack(self.address, values.data_ptr(), row_bytes, first, values.shape[0])
 
-    def multiply(self, x: Tensor, dtype: torch.dtype, activation: str | None = None) -> Tensor:
-        """x [T, in] -> activation(x @ weights.T + bias), [T, out] in `dtype`, float32 or bfloat16."""
+    def multiply(
+        self, x: Tensor, dtype: torch.dtype, activation: str | None = None, *, out: Tensor | None = None
+    ) -> Tensor:
+        """x [T, in] -> activation(x @ weights.T + bias), [T, out] in `dtype`, float32 or bfloat16.
+
+        The result is the first rows of `out` [>= T, out], contiguous and in `dtype`, where there is one.
+        """
         if x.stride(1) != 1:
             x = x.contiguous()
         num_rows = x.shape[0]
-        y = torch.empty(num_rows, self.out_features, dtype=dtype)
+        y = torch.empty(num_rows, self.out_features, dtype=dtype) if out is None else out[:num_rows]
         self._functions[0](
             self.address,
             x.data_ptr(),

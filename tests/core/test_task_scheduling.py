@@ -19,10 +19,10 @@ EMBED = TaskWork(TaskKind.EMBED)
 LABELS = TaskWork(TaskKind.LABELS, (1, 2))
 
 
-def make_task(*prompts, work=EMBED, arrival=0, priority=0) -> SequenceGroup:
-    """A request whose items are these token ids, or so many."""
+def make_task(*prompts, work=EMBED, arrival=0, priority=0, shared=0) -> SequenceGroup:
+    """A request whose items are these token ids, or so many, and begin with the same `shared` ones."""
     ids = [np.arange(100, 100 + p) if isinstance(p, int) else np.array(p) for p in prompts]
-    items = tuple(TaskItem(item.astype(np.int32)) for item in ids)
+    items = tuple(TaskItem(item.astype(np.int32), num_shared=shared) for item in ids)
     group = SequenceGroup.of_task(f"t{arrival}", work, items, priority=priority)
     group.arrival = arrival
     return group
@@ -159,6 +159,46 @@ def test_a_shared_prefix_is_computed_once_and_counted_as_cached():
     assert group.usage.prompt_tokens == 20 * (len(query) + 3)
 
 
+@pytest.mark.parametrize("num_query", [4 * BLOCK + 3, 2, BLOCK])
+def test_a_query_that_ends_within_a_block_is_computed_once_to_the_token(num_query):
+    scheduler = make_scheduler(256, budget=64)
+    query = list(range(100, 100 + num_query))
+    group = make_task(*(query + [200 + i] * 2 for i in range(20)), work=LABELS, shared=num_query)
+    scheduler.add(group)
+    first = step(scheduler)
+    assert first.num_tokens == num_query + 2 and not first.block_copies, "the others wait for it"
+    total = first.num_tokens
+    while scheduler.has_work:
+        plan = step(scheduler)
+        total += plan.num_tokens
+        assert len(plan.block_copies) == (len(plan.admitted) if num_query % BLOCK else 0)
+    assert total == num_query + 2 * 20 and group.num_cached_tokens == 19 * num_query
+    assert scheduler.blocks.num_used == 0, "nothing stays held"
+
+
+def test_held_prefixes_are_given_up_where_memory_is_short():
+    scheduler = make_scheduler(6, slots=4, budget=16)
+    prefix = list(range(100, 106))
+    group = make_task(prefix + [1], prefix + [2] * 14, prefix + [3] * 16, prefix + [4], work=LABELS, shared=6)
+    other = make_group([1, 2, 3], max_tokens=12, arrival=1)
+    scheduler.add(group)
+    scheduler.add(other)
+    run(scheduler)
+    assert group.is_finished and other.is_finished and scheduler.blocks.num_used == 0
+
+
+def test_a_leader_that_ends_leaves_its_prefix_to_the_next():
+    scheduler = make_scheduler()
+    prefix = list(range(100, 106))
+    group = make_task(*(prefix + [i] * 40 for i in range(3)), work=LABELS, shared=6)
+    scheduler.add(group)
+    scheduler.schedule()
+    scheduler.finish(group.leader, FinishReason.CANCELLED)
+    scheduler.check()
+    run(scheduler)
+    assert group.is_finished and scheduler.blocks.num_used == 0
+
+
 def test_work_that_needs_every_row_takes_nothing_from_the_cache():
     scheduler = make_scheduler()
     for arrival in range(2):
@@ -188,7 +228,9 @@ def test_generation_and_tasks_mixed_at_random_lose_no_block(seed):
         prompts = [[draw.randrange(3) for _ in range(draw.randrange(1, 30))] for _ in range(draw.randrange(1, 5))]
         work = draw.choice((EMBED, LABELS, TaskWork(TaskKind.EMBED_TOKENS, keeps_rows=True)))
         if draw.random() < 0.5:
-            group = make_task(*prompts, work=work, arrival=arrival, priority=draw.randrange(2))
+            shared = draw.choice((0, 0, 1, 3, 6, 9)) if work is LABELS and len(prompts) > 1 else 0
+            prompts = [[7] * shared + prompt for prompt in prompts]
+            group = make_task(*prompts, work=work, arrival=arrival, priority=draw.randrange(2), shared=shared)
         else:
             outputs = draw.randrange(1, 3) if scheduler._max_num_seqs > 2 else 1
             group = make_group(prompts[0], max_tokens=draw.randrange(0, 12), n=outputs, arrival=arrival)

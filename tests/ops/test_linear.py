@@ -129,6 +129,17 @@ def test_the_number_of_threads_changes_nothing(dtype, int8):
 
 
 @native
+@pytest.mark.parametrize("int8", [False, True], ids=["plain", "int8"])
+def test_a_head_writes_its_result_where_it_is_told(int8):
+    weights = NativeWeights(native_library(), 75, 300, dtype=torch.float32, int8=int8)
+    head = Linear(filled(weights, torch.randn(75, 300), None), parts={"head": 75})
+    x, memory = torch.randn(9, 300), torch.empty(12, 75)
+    result = head(x, dtype=torch.float32, out=memory)
+    assert result.data_ptr() == memory.data_ptr()
+    assert torch.equal(result, head(x, dtype=torch.float32))
+
+
+@native
 @each_level
 @each_float
 def test_packed_weights_read_back_exactly(level, dtype):

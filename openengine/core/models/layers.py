@@ -182,10 +182,13 @@ class CausalLM(Model):
         residual, branch = self.layers[-1](residual, branch, batch, angles, rows)
         return self.norm.add(residual, branch)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, D] -> float32 [R, V], soft-capped where the model says so. For `head_kind` "causal_lm"."""
+    def logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """hidden [R, D] -> float32 [R, V], soft-capped where the model says so. For `head_kind` "causal_lm".
+
+        `out` f32[>= R, V] is memory that the result may take.
+        """
         assert self.head is not None, "a model without a head over the vocabulary has no logits"
-        logits = self.head(hidden, dtype=torch.float32)
+        logits = self.head(hidden, dtype=torch.float32, out=out)
         if self.config.final_softcap is not None:
             logits.div_(self.config.final_softcap).tanh_().mul_(self.config.final_softcap)
         return logits
