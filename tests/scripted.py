@@ -50,6 +50,7 @@ class ScriptedModel:
     matrix_kernels = "scripted"
     quantization = None
     num_bytes = 0
+    head = None
 
     def __init__(self, script: Script, vocab_size: int) -> None:
         self.config = SimpleNamespace(vocab_size=vocab_size, architecture="Scripted")
@@ -73,7 +74,7 @@ class ScriptedModel:
                 row += 1
         return torch.tensor(logits, dtype=torch.float32).reshape(len(wanted), self.config.vocab_size)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         return hidden.clone()
 
 

@@ -307,12 +307,12 @@ def test_tsk_16_a_client_that_cancels_or_runs_out_of_time_stops_the_work(embeddi
     future = many(embedding, call_id)
     eventually(lambda: started(embedding, call_id))
     future.cancel()
-    eventually(lambda: is_idle(embedding), timeout=2)
+    eventually(lambda: is_idle(embedding), timeout=10)
     request = embed_request([LONG] * 4000)
     with pytest.raises(grpc.RpcError) as caught:
         embedding.stub.Embed(request, timeout=0.3)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    eventually(lambda: is_idle(embedding), timeout=2)
+    eventually(lambda: is_idle(embedding), timeout=10)
     assert len(call(embedding, embed_request()).outputs) == len(TEXTS)
 
 
@@ -651,7 +651,7 @@ def test_an_interrupted_or_cancelled_call_of_the_client_ends_at_the_server(embed
                 await task
 
         asyncio.run(main())
-        eventually(lambda: is_idle(embedding), timeout=2)
+        eventually(lambda: is_idle(embedding), timeout=10)
         failures = []
 
         def run() -> None:
@@ -666,4 +666,4 @@ def test_an_interrupted_or_cancelled_call_of_the_client_ends_at_the_server(embed
         client.close()
         thread.join(5)
         assert failures and not thread.is_alive()
-    eventually(lambda: is_idle(embedding), timeout=2)
+    eventually(lambda: is_idle(embedding), timeout=10)
