@@ -70,7 +70,10 @@ def assemble(config: EngineConfig, loaded: LoadedModel, guides: GuideCompiler | 
 
 
 def limits_of(config: EngineConfig, loaded: LoadedModel) -> Limits:
-    """What requests may ask for; without a KV pool there are no blocks."""
+    """What requests may ask for; without a KV pool there are no blocks.
+
+    A model that generates takes what the pool holds, another one what an item of its tasks may have.
+    """
     pool = loaded.pool
     return Limits(
         model_names=loaded.names,
@@ -87,11 +90,12 @@ def task_preparer(config: EngineConfig, loaded: LoadedModel) -> TaskPreparer:
     """Raises InvalidArgument for a score_template that is malformed."""
     profile, vocab_size = loaded.profile, loaded.model.config.vocab_size
     template, score_head = None, None
-    if profile.generates:
+    if profile.scores_pairs:
         template = find_score_template(loaded.tokenizer, spec=profile.scoring, score_template=config.score_template)
-        score_head = _score_head(loaded) if template is not None else None
-    elif profile.scoring is not None:
+    if profile.class_head is not None and profile.scoring is not None:
         score_head = ScoreHead.of_classes(profile.class_head, profile.scoring)
+    elif template is not None:
+        score_head = _score_head(loaded)
     tokenizer = TaskTokenizer(
         loaded.tokenizer,
         max_length=loaded.max_len,
@@ -114,7 +118,7 @@ def _score_head(loaded: LoadedModel) -> ScoreHead | None:
 
 
 def _kept(loaded: LoadedModel) -> frozenset[TaskKind]:
-    """The kinds of work that need every hidden row of an item, of those that the model does."""
+    """The kinds of work that need more than an item's last hidden row, of those that the model does."""
     profile, pooler = loaded.profile, Pooler(loaded.model, loaded.profile.embedding)
     if profile.embedding is not None:
         kinds = {TaskKind.EMBED, TaskKind.EMBED_TOKENS}
@@ -124,4 +128,4 @@ def _kept(loaded: LoadedModel) -> frozenset[TaskKind]:
         kinds = {TaskKind.CLASSIFY, TaskKind.SCORE}
     else:
         kinds = {TaskKind.LABELS}
-    return frozenset(kind for kind in kinds if pooler.rows(kind) == "all")
+    return frozenset(kind for kind in kinds if pooler.rows(kind) != "last")

@@ -13,12 +13,12 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 
 from openengine.core.sequence import SequenceGroup
-from openengine.errors import OpenEngineError, Overloaded
+from openengine.errors import InvalidArgument, OpenEngineError, Overloaded
 from openengine.handle import Handle
 from openengine.progress import progress_bar
 from openengine.types import GenerationResult
 
-__all__ = ["aadmit", "arun_batch", "cancel_and_wait", "failed", "named_item", "run_batch"]
+__all__ = ["aadmit", "arun_batch", "cancel_and_wait", "check_on_error", "failed", "named_item", "run_batch"]
 
 Admit = Callable[..., Handle]  # (group, *, wait) -> handle; with `wait` a full queue is waited for, else Overloaded
 
@@ -127,6 +127,12 @@ def _result_or_error(handle: Handle, on_error: str, index: int, total: int) -> G
         if on_error == "raise":
             raise named_item(exc, index, total) from exc
         return failed(handle.request_id, exc)
+
+
+def check_on_error(on_error: str) -> None:
+    """Raises InvalidArgument for what is neither "raise" nor "return"."""
+    if not isinstance(on_error, str) or on_error not in ("raise", "return"):
+        raise InvalidArgument(f"on_error must be 'raise' or 'return', not {on_error!r:.80}")
 
 
 def failed(request_id: str, error: OpenEngineError) -> GenerationResult:

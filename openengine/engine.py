@@ -22,7 +22,7 @@ import numpy as np
 
 from openengine import __version__
 from openengine.assembly import Machinery, assemble, limits_of, task_preparer
-from openengine.batches import aadmit, arun_batch, cancel_and_wait, failed, named_item, run_batch
+from openengine.batches import aadmit, arun_batch, cancel_and_wait, check_on_error, failed, named_item, run_batch
 from openengine.core.admission import RequestPreparer, as_token_ids, sampling_defaults
 from openengine.core.cache_key_service import CacheKeyService
 from openengine.core.config import EngineConfig
@@ -50,7 +50,9 @@ from openengine.options import (
     build_request,
     check_options,
     is_single_prompt,
+    request_id_of,
     suggest,
+    take_chat_options,
 )
 from openengine.service import Services
 from openengine.service_types import (
@@ -64,8 +66,10 @@ from openengine.service_types import (
     UnloadLoraResponse,
 )
 from openengine.task_types import (
+    ClassificationOutput,
     ClassifyRequest,
     ClassifyResponse,
+    EmbeddingOutput,
     EmbedRequest,
     EmbedResponse,
     ScoreRequest,
@@ -204,7 +208,7 @@ class Engine:
         """
         prompts, options = self._with_messages(prompts, messages, options)
         if is_single_prompt(prompts):
-            _check_on_error(on_error)
+            check_on_error(on_error)
             check_options(sampling, options)
             handle = None
             try:
@@ -214,7 +218,7 @@ class Engine:
             except OpenEngineError as exc:
                 if on_error == "raise":
                     raise
-                return failed(_request_id(prompts, options), exc)
+                return failed(request_id_of(prompts, options), exc)
             except BaseException:
                 cancel_and_wait([handle] if handle else [])
                 raise
@@ -291,7 +295,7 @@ class Engine:
             items = await asyncio.to_thread(self._prepare_batch, requests, on_error)
             start = functools.partial(aadmit, self._admit)
             return await arun_batch(start, items, window=self._window, on_error=on_error)
-        _check_on_error(on_error)
+        check_on_error(on_error)
         check_options(sampling, options)
         handle = None
         try:
@@ -301,7 +305,7 @@ class Engine:
         except OpenEngineError as exc:
             if on_error == "raise":
                 raise
-            return failed(_request_id(prompts, options), exc)
+            return failed(request_id_of(prompts, options), exc)
         except BaseException:
             if handle is not None:
                 handle.cancel()
@@ -351,8 +355,9 @@ class Engine:
 
     # ---- embed, classify, score: see tasks.py ----------------------------------------------------
 
-    def embed(self, inputs: Any, *, progress: bool | None = None, **options: Any) -> EmbedResponse:
-        """Vectors of a text, a list of token ids, a list of either, or an `EmbedRequest`.
+    def embed(self, inputs: Any, *, progress: bool | None = None, **options: Any) -> EmbedResponse | EmbeddingOutput:
+        """Vectors of a text or a list of token ids (an `EmbeddingOutput`), of a list of either (an `EmbedResponse`, which has
+        the usage too), or of an `EmbedRequest`.
 
         Keywords: `normalize`, `dimensions`, `granularity` ("sequence" or "token"), `encoding`, `prompt` or `prompt_name`,
         `truncate` ("error", "left", "right"), `priority`, `request_id`. A list of any length is checked as a whole before
@@ -362,8 +367,10 @@ class Engine:
         """
         return self._tasks.run(self._admit, self._tasks.embed(inputs, options), progress)
 
-    def classify(self, inputs: Any, *, progress: bool | None = None, **options: Any) -> ClassifyResponse:
-        """Classes of texts, or of their tokens. Inputs and the rest as for `embed`.
+    def classify(
+        self, inputs: Any, *, progress: bool | None = None, **options: Any
+    ) -> ClassifyResponse | ClassificationOutput:
+        """Classes of texts, or of their tokens: a `ClassificationOutput` or `ClassifyResponse`. All else as for `embed`.
 
         Keywords: `output_semantics` ("probabilities", "logits", "log_probabilities"), `granularity`, `truncate`, ….
         """
@@ -380,11 +387,11 @@ class Engine:
         """
         return self._tasks.run(self._admit, self._tasks.score(query, candidates, options), progress)
 
-    async def aembed(self, inputs: Any, **options: Any) -> EmbedResponse:
+    async def aembed(self, inputs: Any, **options: Any) -> EmbedResponse | EmbeddingOutput:
         """`embed` for an event loop, which stays free meanwhile. Cancelling the task cancels the requests."""
         return await self._tasks.arun(self._admit, await asyncio.to_thread(self._tasks.embed, inputs, options))
 
-    async def aclassify(self, inputs: Any, **options: Any) -> ClassifyResponse:
+    async def aclassify(self, inputs: Any, **options: Any) -> ClassifyResponse | ClassificationOutput:
         """`classify` for an event loop."""
         return await self._tasks.arun(self._admit, await asyncio.to_thread(self._tasks.classify, inputs, options))
 
@@ -649,18 +656,10 @@ class Engine:
     def _with_messages(
         self, prompt: Any, messages: Sequence[Any] | None, options: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
-        tools, template_kwargs = options.pop("tools", None), options.pop("template_kwargs", None)
+        tools, template_kwargs = take_chat_options(prompt, messages, options)
         if messages is None:
-            if prompt is None:
-                raise InvalidArgument("give a prompt or messages=")
-            if tools is not None or template_kwargs is not None:
-                raise InvalidArgument("tools and template_kwargs belong to the chat template; they need messages=")
             return prompt, options
-        if prompt is not None:
-            raise InvalidArgument("give a prompt or messages=, not both")
-        if template_kwargs is not None and not isinstance(template_kwargs, Mapping):
-            raise InvalidArgument(f"template_kwargs must be a mapping of names to values, not {template_kwargs!r:.80}")
-        return self.apply_chat_template(messages, tools, **(template_kwargs or {})), options
+        return self.apply_chat_template(messages, tools, **template_kwargs), options
 
     @property
     def _window(self) -> int:
@@ -708,7 +707,7 @@ class Engine:
             except OpenEngineError as exc:
                 if on_error == "raise":
                     raise named_item(exc, index, len(requests)) from exc
-                return failed(_request_id(request, {}), exc)
+                return failed(request_id_of(request, {}), exc)
 
         return list(await asyncio.gather(*(compiled(*item) for item in enumerate(requests))))
 
@@ -721,7 +720,7 @@ class Engine:
         self, prompts: Iterable[Prompt], sampling: SamplingParams | None, on_error: str, options: dict[str, Any]
     ) -> list[GenerateRequest | GenerationResult]:
         """A request for every item; a bad one is a result with its error, or raised, naming its index."""
-        _check_on_error(on_error)
+        check_on_error(on_error)
         check_options(sampling, options)
         prompts = batch_items(prompts)
         if options.get("request_id") is not None and len(prompts) != 1:
@@ -733,7 +732,7 @@ class Engine:
             except OpenEngineError as exc:
                 if on_error == "raise":
                     raise named_item(exc, index, len(prompts)) from exc
-                requests.append(failed(_request_id(prompt, options), exc))
+                requests.append(failed(request_id_of(prompt, options), exc))
         return requests
 
     def _prepare_batch(
@@ -753,7 +752,7 @@ class Engine:
             except OpenEngineError as exc:
                 if on_error == "raise":
                     raise named_item(exc, index, len(requests)) from exc
-                items.append(failed(_request_id(request, {}), exc))
+                items.append(failed(request_id_of(request, {}), exc))
         return items
 
     def _check_unused(self, request_id: str, request_ids: set[str]) -> None:
@@ -857,14 +856,3 @@ def _config(model_path: str | os.PathLike[str], options: Mapping[str, Any]) -> E
     if not isinstance(model_path, (str, os.PathLike)):
         raise InvalidArgument(f"model_path must be a path or a hub id, not {model_path!r}")
     return EngineConfig(os.fspath(model_path), **options)
-
-
-def _request_id(prompt: Any, options: Mapping[str, Any]) -> str:
-    """The id the caller gave, if it is one."""
-    request_id = prompt.request_id if isinstance(prompt, GenerateRequest) else options.get("request_id")
-    return request_id if isinstance(request_id, str) else ""
-
-
-def _check_on_error(on_error: str) -> None:
-    if not isinstance(on_error, str) or on_error not in ("raise", "return"):
-        raise InvalidArgument(f"on_error must be 'raise' or 'return', not {on_error!r:.80}")

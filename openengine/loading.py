@@ -62,8 +62,8 @@ def load(config: EngineConfig, progress: bool | None) -> LoadedModel:
     dtype = _dtype(config.dtype, device)
     model_config = checkpoint.config
     profile = read_task_profile(checkpoint)
-    if config.score_template is not None and not profile.generates:
-        raise InvalidArgument(f"score_template is for causal language models, not for {model_config.architecture}")
+    if config.score_template is not None and (profile.is_encoder or not profile.scores_pairs):
+        raise InvalidArgument(f"score_template is for decoders that score, not for {model_config.architecture}")
     spec = None
     if profile.is_encoder:
         _check_encoder_options(config, model_config.max_position_embeddings)

@@ -27,7 +27,17 @@ from openengine.types import (
     StoppingOptions,
 )
 
-__all__ = ["Prompt", "batch_items", "build_guide", "build_request", "check_options", "is_single_prompt", "suggest"]
+__all__ = [
+    "Prompt",
+    "batch_items",
+    "build_guide",
+    "build_request",
+    "check_options",
+    "is_single_prompt",
+    "request_id_of",
+    "suggest",
+    "take_chat_options",
+]
 
 Prompt = str | Sequence[int] | GenerateRequest
 
@@ -44,7 +54,6 @@ _GUIDES = {"json_schema", "regex", "choice", "grammar", "structural_tag", "json_
 _REQUEST = {"request_id", "model", "media", "lora_name", "priority", "metadata"}
 _SUGAR = {"stop", "stop_token_ids", "logprobs", "prompt_logprobs"}
 _ALL = _SAMPLING | _STOPPING | _RESPONSE | _KV | _GUIDES | _REQUEST | _SUGAR
-
 
 # What other libraries call the same thing.
 _ELSEWHERE = {
@@ -118,6 +127,32 @@ def build_request(prompt: Prompt, sampling: SamplingParams | None, options: dict
         guided=_guide(options),
         **{name: value for name, value in _pick(options, _REQUEST).items() if value is not None},
     )
+
+
+def request_id_of(prompt: Any, options: Mapping[str, Any]) -> str:
+    """The id the caller gave, if it is one; else ""."""
+    request_id = prompt.request_id if isinstance(prompt, GenerateRequest) else options.get("request_id")
+    return request_id if isinstance(request_id, str) else ""
+
+
+def take_chat_options(
+    prompt: Any, messages: Sequence[Any] | None, options: dict[str, Any]
+) -> tuple[Sequence[Any] | None, Mapping[str, Any]]:
+    """`tools` and `template_kwargs`, taken out of `options`: what a chat template is given beside `messages`.
+
+    Raises InvalidArgument unless there is either a prompt or messages, and for these two without messages.
+    """
+    tools, template_kwargs = options.pop("tools", None), options.pop("template_kwargs", None)
+    if messages is None:
+        if prompt is None:
+            raise InvalidArgument("give a prompt or messages=")
+        if tools is not None or template_kwargs is not None:
+            raise InvalidArgument("tools and template_kwargs belong to the chat template; they need messages=")
+    elif prompt is not None:
+        raise InvalidArgument("give a prompt or messages=, not both")
+    if template_kwargs is not None and not isinstance(template_kwargs, Mapping):
+        raise InvalidArgument(f"template_kwargs must be a mapping of names to values, not {template_kwargs!r:.80}")
+    return tools, template_kwargs or {}
 
 
 def build_guide(guide: GuidedDecoding | None, options: dict[str, Any]) -> GuidedDecoding:

@@ -1,4 +1,4 @@
-"""`Tasks`: embed, classify and score of an engine: lists of any length in, one response out.
+"""`Tasks`: embed, classify and score of an engine: lists of any length in, one response out; for one input its output.
 
     texts ── build, check and tokenize all ──▶ PreparedTask ── requests of some steps' tokens ──▶ loop
                                                             ◀─ raw arrays, in order ──           a few at a time
@@ -26,7 +26,14 @@ from openengine.errors import InvalidArgument
 from openengine.handle import Handle
 from openengine.progress import progress_bar
 from openengine.task_options import build_classify, build_embed, build_score
-from openengine.task_types import ClassifyRequest, EmbedRequest, ScoreRequest, TaskUsage
+from openengine.task_types import (
+    ClassificationOutput,
+    ClassifyRequest,
+    EmbeddingOutput,
+    EmbedRequest,
+    ScoreRequest,
+    TaskUsage,
+)
 
 __all__ = ["Call", "PreparedTask", "TaskHandle", "Tasks"]
 
@@ -34,6 +41,7 @@ _WINDOW = 4  # requests of one call in flight: enough that a step is full while 
 _STEPS_PER_REQUEST = 2
 _MAX_ITEMS = 512
 TaskRequest = EmbedRequest | ClassifyRequest | ScoreRequest
+Result = Response | EmbeddingOutput | ClassificationOutput
 
 
 class Tasks:
@@ -66,14 +74,14 @@ class Tasks:
         prepared = self.preparer.embed(
             request, prompt=local.prompt, prompt_name=local.prompt_name, truncate=local.truncate, is_split=is_split
         )
-        return self._call(prepared, is_split, "embedding")
+        return self._call(prepared, is_split, "embedding", is_single=local.is_single)
 
     def classify(self, inputs: Any, options: dict[str, Any]) -> Call:
         self._check("classify", inputs)
         request, local = build_classify(inputs, options)
         is_split = _is_split(request, inputs)
         prepared = self.preparer.classify(request, truncate=local.truncate, is_split=is_split)
-        return self._call(prepared, is_split, "classifying")
+        return self._call(prepared, is_split, "classifying", is_single=local.is_single)
 
     def score(self, query: Any, candidates: Any, options: dict[str, Any]) -> Call:
         self._check("score", query)
@@ -88,8 +96,9 @@ class Tasks:
         if not isinstance(given, TaskRequest):
             self.preparer.check(task)
 
-    def _call(self, prepared: PreparedTask, is_split: bool, doing: str) -> Call:
-        return Call(prepared, self._parts(prepared) if is_split else [(0, len(prepared.items))], doing)
+    def _call(self, prepared: PreparedTask, is_split: bool, doing: str, *, is_single: bool = False) -> Call:
+        parts = self._parts(prepared) if is_split else [(0, len(prepared.items))]
+        return Call(prepared, parts, doing, is_single)
 
     def _parts(self, prepared: PreparedTask) -> list[tuple[int, int]]:
         """Ranges of items of a few steps' tokens each."""
@@ -105,7 +114,7 @@ class Tasks:
 
     # ---- running ---------------------------------------------------------------------------------
 
-    def run(self, admit: Admit, call: Call, progress: bool | None) -> Response:
+    def run(self, admit: Admit, call: Call, progress: bool | None) -> Result:
         """Run a call; an interrupt cancels its requests and nothing else."""
         total, values, usages = len(call.prepared.items), [], []
         progress = progress if len(call.parts) > 1 else False
@@ -117,9 +126,9 @@ class Tasks:
                 values += raw.values
                 usages.append(raw.usage)
                 bar(len(values), total)
-        return call.prepared.respond(values, _sum(usages))
+        return call.respond(values, usages)
 
-    async def arun(self, admit: Admit, call: Call) -> Response:
+    async def arun(self, admit: Admit, call: Call) -> Result:
         """`run` for an event loop. Cancelling the task cancels the requests."""
         values: list[np.ndarray] = []
         usages: list[TaskUsage] = []
@@ -142,7 +151,7 @@ class Tasks:
             for handle in pending:
                 handle.cancel()
             raise
-        return call.prepared.respond(values, _sum(usages))
+        return call.respond(values, usages)
 
     def submit(self, admit: Admit, request: TaskRequest | PreparedTask) -> TaskHandle:
         """Start a request and return its handle at once. What this raises was not accepted."""
@@ -152,16 +161,21 @@ class Tasks:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A prepared call, and the ranges of its items that become requests."""
+    """A prepared call, and the ranges of its items that become requests. `is_single`: it has one input, outside a list."""
 
     prepared: PreparedTask
     parts: list[tuple[int, int]]
     doing: str
+    is_single: bool
 
     def groups(self) -> Iterator[SequenceGroup]:
         first = self.prepared.request_id
         for number, (start, stop) in enumerate(self.parts):
             yield self.prepared.group(start, stop, request_id=str(uuid.uuid4()) if number else first)
+
+    def respond(self, values: Sequence[np.ndarray], usages: Sequence[TaskUsage]) -> Result:
+        response = self.prepared.respond(values, _sum(usages))
+        return response[0] if self.is_single else response
 
 
 def _is_split(request: TaskRequest, given: Any) -> bool:

@@ -16,9 +16,13 @@ import pytest
 from openengine import (
     AbortStatus,
     Cancelled,
+    ClassificationOutput,
     ClassifyRequest,
+    ClassifyResponse,
     DuplicateRequest,
+    EmbeddingOutput,
     EmbedRequest,
+    EmbedResponse,
     Engine,
     HealthState,
     InvalidArgument,
@@ -34,7 +38,8 @@ from openengine import (
     TaskValueSemantics,
     UnsupportedTask,
 )
-from tests.checkpoints import EOS, VOCAB_SIZE
+from tests.checkpoints import EOS, VOCAB_SIZE, write_model, write_tokenizer
+from tests.embedders import edit_json, write_bert
 from tests.task_models import KINDS, LABELS, TEXTS, add_tokens, encode, hidden_states, logits, write_task_model
 
 OPTIONS = {"dtype": "float32", "num_threads": 1}
@@ -185,6 +190,65 @@ def test_e6_a_reranker_is_asked_with_its_own_template_and_scores_yes_against_no(
         assert engine.generate("a", max_tokens=1).outputs, "it still generates"
 
 
+def test_a_rerankers_head_scores_pairs_as_its_template_writes_them(tmp_path):
+    reference = write_model(tmp_path, "qwen3", "ForSequenceClassification", num_labels=1)
+    write_tokenizer(tmp_path)
+    documents = ["one cola is two", "the dog is lazy", "five"]
+
+    def expected(template: str, *, special: bool) -> np.ndarray:
+        texts = [template.format(query="how are you", document=document) for document in documents]
+        ids = [encode(tmp_path, text, add_special_tokens=special) for text in texts]
+        return np.array([logits(reference, row)[0] for row in ids])
+
+    with Engine(tmp_path, score_template="Q: {query} D: {document} {instruction}", **OPTIONS) as engine:
+        found = engine.score("how are you", documents, output_semantics="logits", instruction="!")
+        assert np.abs(found.scores - expected("Q: {query} D: {document} !", special=True)).max() < 1e-4
+    roles = (
+        f"{{{{ messages | selectattr('role', 'eq', '{role}') | map(attribute='content') | first }}}}"
+        for role in ("query", "document")
+    )
+    edit_json(tmp_path / "tokenizer_config.json", chat_template="<|im_start|>Q: {} D: {}<|im_end|>".format(*roles))
+    with Engine(tmp_path, max_num_batched_tokens=16, block_size=4, max_num_seqs=4, **OPTIONS) as engine:
+        found = engine.score("how are you", documents, output_semantics="logits")
+        wanted = expected("<|im_start|>Q: {query} D: {document}<|im_end|>", special=False)
+        assert np.abs(found.scores - wanted).max() < 1e-4
+        assert found.higher_is_better and found.usage.cached_input_tokens
+
+
+@pytest.mark.parametrize("names", [["input_ids", "token_type_ids", "attention_mask"], ["input_ids", "attention_mask"]])
+def test_a_pairs_tokens_have_types_where_the_tokenizer_gives_them(tmp_path, names):
+    import torch
+    import transformers
+
+    write_bert(tmp_path, architecture="BertForSequenceClassification", num_labels=1)
+    edit_json(tmp_path / "tokenizer_config.json", model_input_names=names)
+    reference = transformers.BertForSequenceClassification.from_pretrained(tmp_path).eval()
+    documents = ["the lazy dog", "one two three", "hello"]
+    encoded = transformers.AutoTokenizer.from_pretrained(tmp_path)(
+        ["the fox"] * 3, documents, padding=True, return_tensors="pt"
+    )
+    assert ("token_type_ids" in encoded) == ("token_type_ids" in names)
+    with torch.inference_mode():
+        expected = reference(**encoded).logits[:, 0].numpy()
+    with Engine(tmp_path, **OPTIONS) as engine:
+        found = engine.score("the fox", documents, output_semantics="logits").scores
+    assert np.abs(found - expected).max() < 1e-5
+
+
+def test_a_decoder_whose_first_token_is_pooled_gives_that_one(tmp_path):
+    reference = write_task_model(tmp_path, "decoder_embedding")
+    modules = [{"path": "", "type": "Transformer"}, {"path": "1_Pooling", "type": "Pooling"}]
+    entries = [{**module, "type": f"sentence_transformers.models.{module['type']}"} for module in modules]
+    (tmp_path / "modules.json").write_text(json.dumps(entries))
+    (tmp_path / "1_Pooling").mkdir()
+    edit_json(tmp_path / "1_Pooling" / "config.json", pooling_mode="cls", embedding_dimension=64)
+    items = [[first, *range(20, 20 + count)] for first, count in ((7, 40), (8, 0), (9, 15), (7, 3))]
+    expected = np.stack([hidden_states(reference, ids)[0] for ids in items])
+    with Engine(tmp_path, max_num_batched_tokens=16, block_size=4, max_num_seqs=4, **OPTIONS) as engine:
+        for _ in range(2):  # in chunks, and with what the cache has by then
+            assert np.abs(engine.embed(items).numpy() - expected).max() < 1e-4
+
+
 def test_e2_the_last_token_is_the_eos_that_the_tokenizer_appends(tmp_path):
     from tokenizers import Tokenizer, processors
 
@@ -240,9 +304,6 @@ def test_inputs_are_texts_or_ids_alone_or_in_any_list(models):
     ids = encode(directory, "hello world")
     expected = engine.embed(["hello world"]).numpy()[0]
     for inputs in (
-        "hello world",
-        ids,
-        np.array(ids),
         [ids],
         np.array([ids]),
         ("hello world",),
@@ -254,6 +315,34 @@ def test_inputs_are_texts_or_ids_alone_or_in_any_list(models):
     mixed = engine.embed(["a", ids, np.array(ids, dtype=np.uint16)])
     assert len(mixed) == 3 and np.abs(mixed[2].numpy() - expected).max() < 1e-5
     assert [output.item_id for output in mixed] == ["0", "1", "2"]
+
+
+def test_one_input_gives_its_output_and_a_list_of_one_a_response(models):
+    engine, classifier = engine_of(models, "embedding"), engine_of(models, "classifier")
+    ids = encode(models["embedding"][0], "hello world")
+    expected = engine.embed(["hello world"])
+    assert isinstance(expected, EmbedResponse) and expected.numpy().shape == (1, 64)
+    for one in (
+        "hello world",
+        np.str_("hello world"),
+        ids,
+        tuple(ids),
+        np.array(ids),
+        TaskInput(item_id="x", text="hello world"),
+    ):
+        for output in (engine.embed(one), asyncio.run(engine.aembed(one))):
+            assert isinstance(output, EmbeddingOutput) and output.numpy().shape == (64,)
+            assert np.abs(output.numpy() - expected[0].numpy()).max() < 1e-5
+    assert engine.embed("hello world", granularity="token").numpy().shape == (len(ids), 64)
+    ids = encode(models["classifier"][0], "hello")
+    response = classifier.classify(["hello"])
+    assert isinstance(response, ClassifyResponse) and response.scores.shape == (1, 3)
+    for output in (classifier.classify("hello"), classifier.classify(ids), asyncio.run(classifier.aclassify("hello"))):
+        assert isinstance(output, ClassificationOutput) and output.label == response.labels[0]
+        assert np.abs(output.numpy() - response.scores[0]).max() < 1e-5
+    inputs = (TaskInput(item_id="x", text="hello"),)
+    assert isinstance(engine.embed(EmbedRequest(inputs=inputs)), EmbedResponse)
+    assert isinstance(classifier.classify(ClassifyRequest(inputs=inputs)), ClassifyResponse)
 
 
 def test_scores_come_one_to_many_and_pair_by_pair(models):
@@ -282,10 +371,8 @@ def test_truncation_is_an_error_unless_asked_for(models):
     with pytest.raises(InvalidArgument, match=r"more than the 130 that the model takes"):
         engine.embed(long)
     ids = encode(directory, long)
-    assert np.abs(engine.embed(long, truncate="right").numpy() - engine.embed([ids[:130]]).numpy()).max() < 1e-5
-    assert (
-        np.abs(engine.embed(long, truncate="left").numpy() - engine.embed([[ids[0], *ids[-129:]]]).numpy()).max() < 1e-5
-    )
+    for side, kept in (("right", ids[:130]), ("left", [ids[0], *ids[-129:]])):
+        assert np.abs(engine.embed(long, truncate=side).numpy() - engine.embed(kept).numpy()).max() < 1e-5
     with pytest.raises(InvalidArgument, match="truncate"):
         engine.embed("a", truncate="middle")
 
@@ -471,7 +558,7 @@ def test_in_an_event_loop_calls_run_together_and_a_cancelled_one_ends(models):
         return short
 
     short = asyncio.run(main())
-    assert np.abs(np.concatenate([r.numpy() for r in short]) - engine.embed(texts[:5]).numpy()).max() < 1e-4
+    assert np.abs(np.stack([r.numpy() for r in short]) - engine.embed(texts[:5]).numpy()).max() < 1e-4
     wait_idle(engine)
     assert asyncio.run(engine_of(models, "cross").ascore("a", ["b", "c"])).scores.shape == (2,)
     assert asyncio.run(engine_of(models, "classifier").aclassify(["a"])).labels
@@ -493,7 +580,7 @@ def test_tsk_03_17_ids_are_those_of_generation_and_abort_knows_them(models):
     with pytest.raises(Cancelled):
         handle.result()
     assert engine.abort("long").status is AbortStatus.ALREADY_FINISHED
-    assert engine.embed("a", request_id="long").request_id == "long"
+    assert engine.embed(["a"], request_id="long").request_id == "long"
 
 
 def test_a_handle_waits_is_cancelled_and_gives_its_response_twice(models):
@@ -656,7 +743,7 @@ def test_model_names_are_checked_and_options_of_a_cache_refused(models):
     directory, _reference, engine = models["embedding"]
     with pytest.raises(ModelNotFound):
         engine.embed("a", model="other")
-    assert len(engine.embed("a", model=str(directory))) == 1
+    assert len(engine.embed(["a"], model=str(directory))) == 1
     for option in ("num_kv_blocks", "block_size"):
         with pytest.raises(InvalidArgument, match=option):
             Engine(directory, **{option: 16})

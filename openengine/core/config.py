@@ -53,8 +53,9 @@ class EngineConfig:
     kernels: "auto", "native", "torch" or "flash".
     default_sampling: used for what a request leaves open.  generation_config: whether the
     checkpoint's own generation_config.json comes after that.
-    score_template: how a causal model is asked about a query and a document, where its files do not say: a known
-    template ("qwen3-reranker") or a text with {query}, {document} and perhaps {instruction}, answered by "yes" or "no".
+    score_template: how a decoder is asked about a query and a document, where its files do not say: a known template
+    ("qwen3-reranker") or a text with {query}, {document} and perhaps {instruction}, which a causal model answers by
+    "yes" or "no" and a classification head scores.
     guide_timeout_s, guide_max_bytes: limits of compiling one guide, and of its source in UTF-8.
     guide_jump_ahead: append the tokens that a guide forces without a step for each; changes no output.
     """

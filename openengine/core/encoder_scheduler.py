@@ -25,15 +25,16 @@ __all__ = ["EncoderScheduler"]
 
 @dataclass(slots=True, eq=False)
 class _Queue:
-    """One request's items that have not been planned. Those that ended meanwhile are passed over; the counts lack them."""
+    """One request's items that have not been planned. Those that ended meanwhile may still lie among `items`; the counts
+    lack them."""
 
     group: SequenceGroup
     items: deque[Sequence]
     num_items: int
     num_tokens: int
 
-    @property
-    def next_item(self) -> Sequence | None:
+    def peek(self) -> Sequence | None:
+        """The first item that still waits; those before it that have ended are dropped."""
         while self.items and self.items[0].state is not SequenceState.WAITING:
             self.items.popleft()
         return self.items[0] if self.items else None
@@ -86,6 +87,7 @@ class EncoderScheduler:
         self._end(seq, SequenceState.FINISHED)
 
     def fail(self, seq: Sequence, error: OpenEngineError) -> None:
+        """End one item with an error."""
         seq.error = error
         self._end(seq, SequenceState.FAILED)
 
@@ -131,7 +133,7 @@ class EncoderScheduler:
     def _take(self, queue: _Queue, plan: StepPlan, left: int, share: int) -> int:
         """Plan items of `queue` of up to `share` tokens, of which `left` are free. The first of a step always fits."""
         taken = 0
-        while (seq := queue.next_item) is not None:
+        while (seq := queue.peek()) is not None:
             fits = taken + seq.num_tokens <= min(left, share)
             if not fits and plan.scheduled:
                 break

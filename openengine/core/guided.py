@@ -47,7 +47,7 @@ from openengine.types import GuidedDecoding, GuidedDecodingMode
 
 __all__ = ["CompiledGuide", "GuideCompiler", "GuideState", "NoGuides", "guide_compiler"]
 
-BACKEND = "llguidance"
+_BACKEND = "llguidance"
 
 _MAX_CACHED = 256
 _STACK_BYTES = 64 << 20
@@ -431,8 +431,8 @@ class _Bits:
 
 def _only_guide(guide: GuidedDecoding) -> tuple[str, str]:
     """Which guide it is, and its source. Raises InvalidArgument unless there is exactly one that is well formed."""
-    if guide.backend not in ("", BACKEND):
-        raise InvalidArgument(f"guided.backend {guide.backend!r:.60} is not known; leave it empty or use {BACKEND!r}")
+    if guide.backend not in ("", _BACKEND):
+        raise InvalidArgument(f"guided.backend {guide.backend!r:.60} is not known; leave it empty or use {_BACKEND!r}")
     given = [kind for kind in _KINDS if getattr(guide, kind) is not None]
     if len(given) != 1:
         named = ", ".join(given) if given else "none"

@@ -1,7 +1,7 @@
 """`ItemPooling`: from hidden rows to the results of tasks' items, for both runners.
 
 Items of equal work are pooled together, so that a step of many small requests costs as much as one of a large one. Owns the
-rows of earlier chunks where every row of an item is needed. Does not own what pooling is (pooler.py).
+rows of earlier chunks where an item needs more than its last row. Does not own what pooling is (pooler.py).
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ class ItemPooling:
 
     def rows(self, item: ScheduledSeq) -> range:
         """Rows of the chunk, from its own start, whose hidden states are needed."""
-        if self._pooler.rows(item.seq.group.task.kind) == "all":
+        wanted = self._pooler.rows(item.seq.group.task.kind)
+        if wanted == "all":
             return range(item.num_tokens)
+        if wanted == "first":
+            return range(0 if item.start else 1)
         return range(item.num_tokens - 1, item.num_tokens) if item.pools else range(0)
 
     def drop(self, slot: int) -> None:

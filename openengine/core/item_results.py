@@ -37,6 +37,7 @@ class ItemCollector:
         self._values[event.index] = event.values
 
     def result(self, *, timing: Timing) -> ItemResults:
+        """Everything at once; `timing` goes into the twin's result; a response of a task has no place for it."""
         group = self._group
         usage = TaskUsage(input_tokens=group.num_prompt, cached_input_tokens=group.num_cached_tokens)
         return ItemResults([self._values[index] for index in range(len(group.items))], usage)

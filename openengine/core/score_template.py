@@ -1,4 +1,4 @@
-"""Templates that write a query and a document into one text for a causal model that is asked about them.
+"""Templates that write a query and a document into one text, for a causal model that is asked about them, or for a head.
 
 Owns: the templates that are known by name, the user's own, those in a model's chat template, and telling which one a model
 has. Does not own: token ids (task_tokens.py), how chat templates run (chat.py).

@@ -93,7 +93,7 @@ class PreparedTask:
 
 
 class TaskPreparer:
-    """Validates and tokenizes. `kept` names the kinds of work that need every hidden row of an item."""
+    """Validates and tokenizes. `kept` names the kinds of work that need more than an item's last hidden row."""
 
     def __init__(
         self,

@@ -30,6 +30,7 @@ from openengine.core.sentence_transformers import (
     read_sentence_transformers,
 )
 from openengine.core.task_output import ClassHead
+from openengine.core.task_tokens import has_token_types
 from openengine.errors import InvalidArgument
 
 __all__ = ["TaskProfile", "read_task_profile"]
@@ -39,6 +40,7 @@ __all__ = ["TaskProfile", "read_task_profile"]
 class TaskProfile:
     """`head_kind` is that of the model as it is loaded: "none" for one that embeds, whatever its checkpoint has.
 
+    num_token_types: how many types its texts' tokens have; 1 where its tokenizer gives none.
     embedding: how it embeds.  scoring: how it scores pairs, where its files or its head say so.  class_head: a classifier's.
     """
 
@@ -52,6 +54,11 @@ class TaskProfile:
     @property
     def generates(self) -> bool:
         return self.head_kind == "causal_lm"
+
+    @property
+    def scores_pairs(self) -> bool:
+        """Whether it scores pairs of texts: by the next token, or with a head."""
+        return self.generates or self.scoring is not None
 
     @property
     def embeds_tokens(self) -> bool:
@@ -103,7 +110,7 @@ def read_task_profile(checkpoint: Checkpoint) -> TaskProfile:
     return TaskProfile(
         head_kind=head_kind,
         is_encoder=is_encoder,
-        num_token_types=config.num_token_types if is_encoder else 1,
+        num_token_types=config.num_token_types if is_encoder and has_token_types(checkpoint.path) else 1,
         embedding=embedding,
         scoring=scoring,
         class_head=ClassHead.from_hf(checkpoint.hf_config, config.num_labels) if is_classifier else None,

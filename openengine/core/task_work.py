@@ -19,8 +19,8 @@ __all__ = ["TaskItem", "TaskItemOutput", "TaskWork"]
 class TaskWork:
     """What is done with the hidden rows of every item of a request; items of equal work are pooled together.
 
-    `label_ids` are the token ids whose logits LABELS wants. `keeps_rows`: every row of an item is needed, so that no token
-    may come out of the prefix cache.
+    `label_ids` are the token ids whose logits LABELS wants. `keeps_rows`: more than the last row of an item is needed, so
+    that no token may come out of the prefix cache.
     """
 
     kind: TaskKind

@@ -192,7 +192,9 @@ class NativeAttention:
         self._attend(byref(call))
         return out
 
-    def described(self, batch: ForwardBatch, windows: Sequence[int | None], num_heads: int) -> tuple[int, list[int], int]:
+    def described(
+        self, batch: ForwardBatch, windows: Sequence[int | None], num_heads: int
+    ) -> tuple[int, list[int], int]:
         """Addresses of a prepared step: of its structure, of the plan of each window, and of the workspace."""
         prepared: _Prepared = batch.scratch["native"]
         for window in windows:

@@ -27,7 +27,7 @@ from openengine.ops.norm import HeadNorm, LayerNorm, RmsNorm
 __all__ = ["ALL", "KERNELS", "WANTED", "NativeProgram", "Place"]
 
 ALL, WANTED = 0, 1
-KERNELS = ("norm", "linear", "gated", "attention", "take")  # as csrc/forward.cpp numbers them
+KERNELS = ("norm", "linear", "gated", "attention", "take")  # in the order of `Kernel` in csrc/forward.cpp
 _NORM, _PRODUCT, _GATE, _ATTENTION, _TAKE = range(len(KERNELS))
 _KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _ALIGNMENT = 64
@@ -41,6 +41,9 @@ class Place:
     columns: int
     row_bytes: int
     offset: int = 0
+
+
+# Each mirrors the struct of its name in csrc/forward.cpp, field by field.
 
 
 class _Operand(ctypes.Structure):
@@ -92,7 +95,8 @@ class NativeProgram:
         self._windows: list[int | None] = []
         self._num_heads = 0
         self._kv: TiledKvCache | None = None
-        self._capacity = 0
+        self._capacity = 0  # rows that `_memory` has for each buffer
+        self._addresses: ctypes.Array[c_void_p] | None = None  # of each buffer
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._seconds = (c_double * len(KERNELS))()
         self.is_timed = False
@@ -231,6 +235,7 @@ class NativeProgram:
         self._kv = kv
 
     def _reserve(self, num_rows: int) -> None:
+        """Memory for matrices of `num_rows` rows, but `source` and `result`, which every run brings."""
         sizes = [-(-num_rows * row_bytes // _ALIGNMENT) * _ALIGNMENT for row_bytes in self._row_bytes]
         sizes[self.source.buffer] = sizes[self.result.buffer] = 0
         self._memory = torch.empty(sum(sizes) + _ALIGNMENT, dtype=torch.uint8)

@@ -4,8 +4,8 @@
 
 `convert` maps messages to values and back; `openengine.proto` and `tokenizer.proto` are the contract, and the
 `*_pb2` modules are generated from them. Everything here uses public names of `openengine`, and of its engine's own
-helpers only those that tell prompts from batches and run a batch. The names are imported when they are first used:
-messages and conversions need protobuf alone.
+modules only those that know no model: `options`, `task_options`, `batches`, `progress` and the checks in `types`. The
+names are imported when they are first used: messages and conversions need protobuf alone.
 """
 
 from __future__ import annotations

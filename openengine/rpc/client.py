@@ -37,11 +37,13 @@ from openengine import (
     AbortRequest,
     AbortResponse,
     CacheKeySpec,
+    ClassificationOutput,
     ClassifyResponse,
     ComputeCacheKeysResponse,
     DetokenizeOptions,
     DrainRequest,
     DrainResponse,
+    EmbeddingOutput,
     EmbedResponse,
     EngineInfo,
     EngineRole,
@@ -78,14 +80,14 @@ from openengine import (
     UnloadLoraResponse,
     UnsupportedFeature,
 )
-from openengine.batches import arun_batch, cancel_and_wait, failed, run_batch
-from openengine.options import Prompt, check_options, is_single_prompt
+from openengine.batches import arun_batch, cancel_and_wait, check_on_error, failed, run_batch
+from openengine.options import Prompt, check_options, is_single_prompt, request_id_of
 from openengine.rpc import openengine_pb2 as pb
 from openengine.rpc.connection import Connection
 from openengine.rpc.remote import AsyncEventStream, RemoteStream
 from openengine.rpc.remote_tasks import RemoteTasks
 from openengine.rpc.remote_tokenizer import RemoteTokenizerService
-from openengine.rpc.requests import Requests, check_on_error, request_id_of
+from openengine.rpc.requests import Requests
 
 __all__ = ["Client"]
 
@@ -268,10 +270,12 @@ class Client:
 
     # ---- tasks -----------------------------------------------------------------------------------
 
-    def embed(self, inputs: Any, *, progress: bool | None = None, **options: Any) -> EmbedResponse:
+    def embed(self, inputs: Any, *, progress: bool | None = None, **options: Any) -> EmbedResponse | EmbeddingOutput:
         return self._tasks.run(self._tasks.embed(inputs, options), progress)
 
-    def classify(self, inputs: Any, *, progress: bool | None = None, **options: Any) -> ClassifyResponse:
+    def classify(
+        self, inputs: Any, *, progress: bool | None = None, **options: Any
+    ) -> ClassifyResponse | ClassificationOutput:
         return self._tasks.run(self._tasks.classify(inputs, options), progress)
 
     def score(
@@ -279,10 +283,10 @@ class Client:
     ) -> ScoreResponse:
         return self._tasks.run(self._tasks.score(query, candidates, options), progress)
 
-    async def aembed(self, inputs: Any, **options: Any) -> EmbedResponse:
+    async def aembed(self, inputs: Any, **options: Any) -> EmbedResponse | EmbeddingOutput:
         return await self._tasks.arun(await asyncio.to_thread(self._tasks.embed, inputs, options))
 
-    async def aclassify(self, inputs: Any, **options: Any) -> ClassifyResponse:
+    async def aclassify(self, inputs: Any, **options: Any) -> ClassifyResponse | ClassificationOutput:
         return await self._tasks.arun(await asyncio.to_thread(self._tasks.classify, inputs, options))
 
     async def ascore(self, query: Any, candidates: Any = None, **options: Any) -> ScoreResponse:

@@ -34,7 +34,9 @@ class Metrics:
     def __init__(self, engine: Engine) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_LoadGauges(engine))
-        self.requests = self._counter("requests", "Requests by how they ended: finish reason, DONE for a task, or error code.", "end")
+        self.requests = self._counter(
+            "requests", "Requests by how they ended: finish reason, DONE for a task, or error code.", "end"
+        )
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of ended requests.")
         self.cached_tokens = self._counter("cached_prompt_tokens", "Prompt tokens taken from the prefix cache.")
         self.generated_tokens = self._counter("generated_tokens", "Tokens drawn in ended generations.")

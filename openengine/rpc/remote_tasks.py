@@ -1,6 +1,6 @@
 """`RemoteTasks`: embed, classify and score at a server, for a `Client`: lists of any length in, one response out.
 
-The twin of `Tasks` in process. Of a long list a few requests are under way at a time, their responses are joined in order.
+The twin of `Tasks` in process: one input gives its output. Of a long list a few requests are under way at a time, their responses are joined in order.
 Owns splitting and joining; does not own the connection (connection.py), nor what an option means.
 """
 
@@ -11,16 +11,19 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
 from openengine import (
     Cancelled,
+    ClassificationOutput,
     ClassifyRequest,
     ClassifyResponse,
+    EmbeddingOutput,
     EmbedRequest,
     EmbedResponse,
+    InternalError,
     InvalidArgument,
     ScoreGroup,
     ScoreRequest,
@@ -36,13 +39,22 @@ from openengine.rpc.convert import from_proto, to_proto
 from openengine.rpc.remote_tokenizer import RemoteTokenizerService
 from openengine.task_options import LocalOptions, build_classify, build_embed, build_score
 
-__all__ = ["RemoteTasks"]
+__all__ = ["RemoteCall", "RemoteTasks"]
 
 _WINDOW = 4  # requests of one call under way
 _MAX_ITEMS = 256  # of one request
 _MAX_CHARS = 1 << 18
 Request = EmbedRequest | ClassifyRequest | ScoreRequest
 Response = EmbedResponse | ClassifyResponse | ScoreResponse
+Result = Response | EmbeddingOutput | ClassificationOutput
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteCall:
+    """The requests of a call. `is_single`: it has one input, outside a list."""
+
+    requests: list[Request]
+    is_single: bool = False
 
 
 class RemoteTasks:
@@ -53,36 +65,35 @@ class RemoteTasks:
         self._tokenizer = tokenizer
         self._model = model
 
-    def embed(self, inputs: Any, options: dict[str, Any]) -> list[EmbedRequest]:
-        """The requests of a call."""
+    def embed(self, inputs: Any, options: dict[str, Any]) -> RemoteCall:
         request, local = build_embed(inputs, options)
         _refuse_local(local)
-        return self._named(request, request is inputs)
+        return RemoteCall(self._named(request, request is inputs), local.is_single)
 
-    def classify(self, inputs: Any, options: dict[str, Any]) -> list[ClassifyRequest]:
+    def classify(self, inputs: Any, options: dict[str, Any]) -> RemoteCall:
         request, local = build_classify(inputs, options)
         _refuse_local(local)
-        return self._named(request, request is inputs)
+        return RemoteCall(self._named(request, request is inputs), local.is_single)
 
-    def score(self, query: Any, candidates: Any, options: dict[str, Any]) -> list[ScoreRequest]:
+    def score(self, query: Any, candidates: Any, options: dict[str, Any]) -> RemoteCall:
         request, local = build_score(query, candidates, options)
         _refuse_local(local)
         if local.labels:
             label_ids = tuple(map(self._label_id, local.labels))
             request = replace(request, options=replace(request.options, label_token_ids=label_ids))
-        return self._named(request, request is query)
+        return RemoteCall(self._named(request, request is query))
 
-    def run(self, requests: list[Request], progress: bool | None) -> Response:
+    def run(self, call: RemoteCall, progress: bool | None) -> Result:
         """Run the requests of a call and join their responses. An interrupt cancels them."""
         pending: deque[Future[Any]] = deque()
         responses: list[Response] = []
-        todo, total = iter(requests), len(requests)
+        todo, total = iter(call.requests), len(call.requests)
         with progress_bar(progress if total > 1 else False, total=total, desc="tasks", unit="req") as bar:
             try:
                 while len(responses) < total:
                     for request in _take(todo, _WINDOW - len(pending)):
                         pending.append(self._start(request))
-                    responses.append(_value(pending[0].result()))
+                    responses.append(from_proto(pending[0].result()))
                     pending.popleft()
                     bar(len(responses), total)
             except CancelledError:
@@ -90,23 +101,23 @@ class RemoteTasks:
             finally:
                 for future in pending:
                     future.cancel()
-        return _joined(requests, responses)
+        return _result(call, responses)
 
-    async def arun(self, requests: list[Request]) -> Response:
+    async def arun(self, call: RemoteCall) -> Result:
         """`run` for an event loop. Cancelling the task cancels the requests."""
         pending: deque[Future[Any]] = deque()
         responses: list[Response] = []
-        todo = iter(requests)
+        todo = iter(call.requests)
         try:
-            while len(responses) < len(requests):
+            while len(responses) < len(call.requests):
                 for request in _take(todo, _WINDOW - len(pending)):
                     pending.append(self._start(request))
-                responses.append(_value(await asyncio.wrap_future(pending[0])))
+                responses.append(from_proto(await asyncio.wrap_future(pending[0])))
                 pending.popleft()
         finally:
             for future in pending:
                 future.cancel()
-        return _joined(requests, responses)
+        return _result(call, responses)
 
     def _start(self, request: Request) -> Future[Any]:
         stub = self._connection.stub
@@ -186,11 +197,16 @@ def _runs(items: Sequence[Any], *, content: Callable[[Any], Any] = lambda item: 
     return [*parts, tuple(part)] if part or not parts else parts
 
 
-def _value(message: Any) -> Response:
-    return from_proto(message)
+def _result(call: RemoteCall, responses: Sequence[Response]) -> Result:
+    response = _joined(responses)
+    if not call.is_single:
+        return response
+    if len(response) != 1:
+        raise InternalError(f"the server gave {len(response)} outputs for one input")
+    return response[0]
 
 
-def _joined(requests: Sequence[Request], responses: Sequence[Response]) -> Response:
+def _joined(responses: Sequence[Response]) -> Response:
     first = responses[0]
     if len(responses) == 1:
         return first

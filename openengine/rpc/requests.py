@@ -6,7 +6,7 @@ The twin of what `Engine` does before its loop. Owns no connection (connection.p
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,15 +19,22 @@ from openengine import (
     OpenEngineError,
     SamplingParams,
 )
-from openengine.batches import failed, named_item
-from openengine.options import batch_items, build_request, check_options, is_single_prompt
+from openengine.batches import check_on_error, failed, named_item
+from openengine.options import (
+    batch_items,
+    build_request,
+    check_options,
+    is_single_prompt,
+    request_id_of,
+    take_chat_options,
+)
 from openengine.rpc.connection import Connection
 from openengine.rpc.convert import to_proto
 from openengine.rpc.remote import Starting
 from openengine.rpc.remote_tokenizer import RemoteTokenizerService
 from openengine.types import validate_request
 
-__all__ = ["Requests", "check_on_error"]
+__all__ = ["Requests"]
 
 Item = GenerateRequest | GenerationResult
 
@@ -44,18 +51,10 @@ class Requests:
         self, prompt: Any, messages: Sequence[Any] | None, options: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
         """The prompt, which is the rendered chat where there are `messages`, and the options left for the request."""
-        tools, template_kwargs = options.pop("tools", None), options.pop("template_kwargs", None)
+        tools, template_kwargs = take_chat_options(prompt, messages, options)
         if messages is None:
-            if prompt is None:
-                raise InvalidArgument("give a prompt or messages=")
-            if tools is not None or template_kwargs is not None:
-                raise InvalidArgument("tools and template_kwargs belong to the chat template; they need messages=")
             return prompt, options
-        if prompt is not None:
-            raise InvalidArgument("give a prompt or messages=, not both")
-        if template_kwargs is not None and not isinstance(template_kwargs, Mapping):
-            raise InvalidArgument(f"template_kwargs must be a mapping of names to values, not {template_kwargs!r:.80}")
-        return self._tokenizer.local().encode_chat(messages, tools=tools, **(template_kwargs or {})), options
+        return self._tokenizer.local().encode_chat(messages, tools=tools, **template_kwargs), options
 
     def one(self, prompt: Any, sampling: SamplingParams | None, options: dict[str, Any]) -> GenerateRequest:
         """The request of one prompt, checked as far as that needs no model."""
@@ -106,14 +105,3 @@ class Requests:
     def start(self, request: GenerateRequest, *, keep_events: bool = False, wait: bool = False) -> Starting:
         """`admit`, without waiting."""
         return Starting(self._connection, request, keep_events=keep_events, wait=wait)
-
-
-def request_id_of(prompt: Any, options: Mapping[str, Any]) -> str:
-    """The id the caller gave, if it is one."""
-    request_id = prompt.request_id if isinstance(prompt, GenerateRequest) else options.get("request_id")
-    return request_id if isinstance(request_id, str) else ""
-
-
-def check_on_error(on_error: str) -> None:
-    if not isinstance(on_error, str) or on_error not in ("raise", "return"):
-        raise InvalidArgument(f"on_error must be 'raise' or 'return', not {on_error!r:.80}")

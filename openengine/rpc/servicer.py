@@ -166,13 +166,10 @@ class OpenEngineServicer(openengine_pb2_grpc.OpenEngineServicer):
         try:
             if request.HasField("guided"):  # no thread of the few waits for a guide to be compiled
                 return await self._engine.asubmit(await in_thread(self._threads, self._read, request))
-            return await self._accept_unguided(request)
+            return await self._submit_in_thread(self._submit, request)
         except OpenEngineError as exc:
             RequestMetrics(self._metrics).end(exc.code)
             raise
-
-    async def _accept_unguided(self, request: pb.GenerateRequest) -> Handle:
-        return await self._submit_in_thread(self._submit, request)
 
     async def _submit_in_thread(self, submit: Callable[[Message], _H], request: Message) -> _H:
         """Submit in a worker thread. A client that leaves meanwhile has its request cancelled as soon as it exists."""

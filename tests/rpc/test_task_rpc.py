@@ -10,7 +10,15 @@ import grpc
 import numpy as np
 import pytest
 
-from openengine import Cancelled, Engine, InvalidArgument, UnsupportedFeature, UnsupportedTask
+from openengine import (
+    Cancelled,
+    ClassificationOutput,
+    EmbeddingOutput,
+    Engine,
+    InvalidArgument,
+    UnsupportedFeature,
+    UnsupportedTask,
+)
 from openengine.rpc import Client, ServerOptions, openengine_pb2_grpc, serve
 from openengine.rpc import openengine_pb2 as pb
 from tests.checkpoints import VOCAB_SIZE
@@ -605,7 +613,11 @@ def test_the_client_gives_what_the_engine_gives(servers):
         assert np.abs(mine.numpy() - theirs.numpy()).max() < 1e-5 and len(mine) == len(texts)
         assert [output.input_index for output in mine] == list(range(len(texts)))
         assert mine.usage == theirs.usage
-        assert client.embed("a")[0].numpy().shape == (64,)
+        for one in ("a", [5, 6, 7]):
+            for output in (client.embed(one), asyncio.run(client.aembed(one))):
+                assert isinstance(output, EmbeddingOutput)
+                assert np.abs(output.numpy() - servers["embedding"].engine.embed(one).numpy()).max() < 1e-5
+        assert client.embed(["a"]).numpy().shape == (1, 64)
         again = asyncio.run(client.aembed(texts, normalize=True))
         assert np.abs(again.numpy() - theirs.numpy()).max() < 1e-5
         with pytest.raises(UnsupportedTask, match="it can embed"):
@@ -636,6 +648,8 @@ def test_the_client_splits_long_lists_of_candidates_and_joins_them(servers):
     with Client(servers["classifier"].target) as client:
         assert client.classify(TEXTS).labels == servers["classifier"].engine.classify(TEXTS).labels
         assert len(asyncio.run(client.aclassify(["a"]))) == 1
+        for output in (client.classify("a"), asyncio.run(client.aclassify("a"))):
+            assert isinstance(output, ClassificationOutput) and output.numpy().shape == (3,)
 
 
 def test_an_interrupted_or_cancelled_call_of_the_client_ends_at_the_server(embedding):

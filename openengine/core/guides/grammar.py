@@ -6,12 +6,11 @@ none can be continued where another rule would stop it.
 
 from __future__ import annotations
 
-import json
 import re
 
 from openengine.core.guides.language import ANY_CHAR, EMPTY, EPSILON, Language, complement, intersect
 
-__all__ = ["Grammar", "GrammarTooLarge", "quoted"]
+__all__ = ["Grammar", "GrammarTooLarge"]
 
 _SOME_TEXT = complement(EPSILON)
 _TEXT = "/(?s:.)*/"
@@ -113,11 +112,6 @@ class Grammar:
         if self._free_bytes < 0:
             raise GrammarTooLarge
         self._lines.append(line)
-
-
-def quoted(text: str) -> str:
-    """`text` as a string of the grammar."""
-    return json.dumps(text, ensure_ascii=False)
 
 
 def _regex(language: Language) -> str:

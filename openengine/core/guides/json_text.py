@@ -25,7 +25,7 @@ from openengine.core.guides.language import (
     union,
 )
 
-__all__ = ["ANY_STRING", "CLOSE_ARRAY", "CLOSE_OBJECT", "COMMA", "OPEN_ARRAY", "OPEN_OBJECT", "json_string", "key_of"]
+__all__ = ["CLOSE_ARRAY", "CLOSE_OBJECT", "COMMA", "OPEN_ARRAY", "OPEN_OBJECT", "json_string", "key_of"]
 
 _INDENT = repeat(chars([(0x20, 0x20), (0x09, 0x09)]), 0, 32)
 _SPACE = repeat(literal(" "), 0, 1)
@@ -115,6 +115,3 @@ class _Writer:
         if language.kind == "intersect":
             return intersect(*parts)
         return intersect(_VALID, complement(parts[0]))
-
-
-ANY_STRING: Final = json_string(ANY_TEXT)

@@ -35,7 +35,6 @@ _MINUS = literal("-")
 _NATURAL = union(literal("0"), concat(_NONZERO, _DIGITS))
 _FRACTION = concat(literal("."), repeat(_DIGIT, 1, None))
 _SIGN = repeat(_MINUS, 0, 1)
-_ZEROS = repeat(literal("0"), 0, None)
 _EXPONENT = concat(
     chars([(0x45, 0x45), (0x65, 0x65)]),
     repeat(chars([(0x2B, 0x2B), (0x2D, 0x2D)]), 0, 1),

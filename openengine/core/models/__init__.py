@@ -9,7 +9,8 @@ from typing import Any
 from openengine.core.models.architectures import ARCHITECTURES, Architecture, HeadKind
 from openengine.core.models.config import ModelConfig
 from openengine.core.models.encoder_config import EncoderConfig
-from openengine.core.models.layers import CausalLM, Model
+from openengine.core.models.layers import CausalLM
+from openengine.core.models.model import Model
 
 __all__ = [
     "ARCHITECTURES",

@@ -32,10 +32,10 @@ class NativeForward:
         heads = config.num_heads + 2 * config.num_kv_heads
         self._normed, self._branch = buffer(config.hidden_size), buffer(config.hidden_size)
         self._branch_normed = buffer(config.hidden_size)
-        self._kept, self._kept_branch = buffer(config.hidden_size), buffer(config.hidden_size)
+        self._kept = buffer(config.hidden_size)
         self._qkv = buffer(heads * config.head_dim)
-        self._turned = buffer((config.num_heads + config.num_kv_heads) * config.head_dim)
-        self._attended = buffer(config.num_heads * config.head_dim)
+        self._normed_heads = buffer((config.num_heads + config.num_kv_heads) * config.head_dim)
+        self._attended, self._kept_attended = (buffer(config.num_heads * config.head_dim) for _ in range(2))
         self._gate_up, self._inner = buffer(2 * config.intermediate_size), buffer(config.intermediate_size)
         residual, branch = self.program.source, None
         for layer in model.layers:
@@ -55,12 +55,11 @@ class NativeForward:
     def _layer(self, layer: DecoderLayer, residual: Place, branch: Place | None, rows: int) -> tuple[Place, Place]:
         program = self.program
         program.norm(layer.attention_norm, residual, branch, self._normed)
-        self._attention(layer.attention)
+        self._attention(layer.attention, rows)
         branch = self._branch
         if rows == WANTED:
             program.take(residual, self._kept)
-            program.take(branch, self._kept_branch)
-            residual, branch = self._kept, self._kept_branch
+            residual = self._kept
         if layer.attention_out_norm is not None:
             program.norm(layer.attention_out_norm, branch, None, self._branch_normed, rows)
             branch = self._branch_normed
@@ -81,7 +80,7 @@ class NativeForward:
             program.product(mlp.up.weights, self._normed, self._inner, rows, activation=mlp.activation)
         program.product(mlp.down.weights, self._inner, self._branch, rows)
 
-    def _attention(self, attention: Attention) -> None:
+    def _attention(self, attention: Attention, rows: int) -> None:
         program, config = self.program, self._config
         q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         program.product(attention.qkv.weights, self._normed, self._qkv)
@@ -89,8 +88,8 @@ class NativeForward:
         k = program.part(self._qkv, q_width, kv_width)
         v = program.part(self._qkv, q_width + kv_width, kv_width)
         if attention.norm is not None:
-            program.head_norm(attention.norm, self._qkv, self._turned)
-            q, k = program.part(self._turned, 0, q_width), program.part(self._turned, q_width, kv_width)
+            program.head_norm(attention.norm, self._qkv, self._normed_heads)
+            q, k = program.part(self._normed_heads, 0, q_width), program.part(self._normed_heads, q_width, kv_width)
         rope = config.layer_ropes[attention.layer] if config.ropes else None
         program.attention(
             q,
@@ -103,7 +102,11 @@ class NativeForward:
             softcap=config.attention_softcap,
             rope=rope,
         )
-        program.product(attention.out.weights, self._attended, self._branch)
+        attended = self._attended
+        if rows == WANTED:
+            program.take(attended, self._kept_attended)
+            attended = self._kept_attended
+        program.product(attention.out.weights, attended, self._branch, rows)
 
 
 def _linears(layer: DecoderLayer) -> tuple[Linear, ...]:

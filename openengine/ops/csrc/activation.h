@@ -45,14 +45,25 @@ OE_INLINE vf normal_cdf_rough(vf far) {
     return x < -4.3f ? vf{} : x * p + 0.5f;
 }
 
+// x / (1 + 2^u), with a relative error below 2e-4 where that is faster.
+OE_INLINE vf over_one_and_exp2_rough(vf x, vf u) {
+#if OE_LANES == 16
+    const vf e = exp2_below_one<true>(u > 1000.0f ? splat(1000.0f) : u);  // at this level right above 1 too
+    return x * bits_as<vf>(_mm512_rcp14_ps(bits_as<__m512>(1.0f + e)));
+#else
+    return x / (1.0f + exp2_of(u));
+#endif
+}
+
 // The activation of x, exact enough for a result of type T.
 template <class T>
 OE_INLINE vf activated(int32_t activation, vf x) {
     switch (activation) {
-        case SILU: return x / (1.0f + exp_of(-x));
+        case SILU: return sizeof(T) == 2 ? over_one_and_exp2_rough(x, x * -LOG2_E) : x / (1.0f + exp_of(-x));
         case GELU_TANH: {
             // x (1 + tanh u) / 2 = x / (1 + exp(-2 u))
             const vf u = 0.79788456f * (x + 0.044715f * x * x * x);
+            if (sizeof(T) == 2) return over_one_and_exp2_rough(x, u * (-2.0f * LOG2_E));
             return x / (1.0f + exp_of(-2.0f * u));
         }
         case GELU: return x * (sizeof(T) == 2 ? normal_cdf_rough(x) : normal_cdf(x));

@@ -418,11 +418,11 @@ void attend(const EncoderCall& call) {
     for (int i = 0; i < call.num_blocks; i++) cost += int64_t(call.blocks[i].count) * call.blocks[i].length;
     const bool is_small = call.num_threads == 1 || cost * call.num_heads * call.head_dim < SMALL;
     // The heads of a block lie side by side, and a thread fetches what it takes next.
-    const int together = max_of(1, min_of(call.num_heads, int(units / (4 * call.num_threads))));
+    const int num_together = max_of(1, min_of(call.num_heads, int(units / (4 * call.num_threads))));
 #pragma omp parallel num_threads(call.num_threads) if (!is_small)
     {
         const Scratch s = scratch_in<T>(call.workspace + call.scratch_bytes * omp_get_thread_num(), call.head_dim);
-#pragma omp for schedule(dynamic, together)
+#pragma omp for schedule(dynamic, num_together)
         for (int64_t unit = 0; unit < units; unit++)
             attend_unit<T, Stored>(call, call.blocks[unit / call.num_heads], int(unit % call.num_heads), s);
     }

@@ -9,7 +9,8 @@
 
 namespace {
 
-enum Kernel : int32_t { NORM = 0, PRODUCT = 1, GATE = 2, ATTENTION = 3, TAKE = 4, KERNELS = 5 };
+// The structs here are mirrored in program.py.
+enum Kernel : int32_t { NORM = 0, PRODUCT = 1, GATE = 2, ATTENTION = 3, TAKE = 4 };
 
 // Where a kernel finds or leaves the row 0 of a matrix, and its distance to row 1.
 struct Operand {

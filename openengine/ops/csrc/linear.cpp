@@ -19,7 +19,8 @@ constexpr int FLOAT_ROWS = 10, INT8_ROWS = 6, MANY_ROWS = 8;
 constexpr int FLOAT_ROWS = 4, INT8_ROWS = 2, MANY_ROWS = 4;
 #endif
 constexpr int64_t NEAR = 2048;              // bytes to fetch ahead of a tile that reads weights from memory
-constexpr int64_t BLOCK_BYTES = 1 << 20;     // of activations that stay in the second-level cache beside a panel
+constexpr int64_t BLOCK_BYTES = 1 << 20;    // of activations that stay in the second-level cache beside a panel
+constexpr int64_t SMALL = 65536;            // bytes of weights times rows: below, waking the threads costs more
 
 OE_INLINE vi splat_group(const char* at) { return vi{} + load_as<int32_t>(at); }
 
@@ -219,7 +220,7 @@ int64_t blocks_for(int64_t panels, int64_t rows, int64_t bytes, int64_t threads)
     int64_t blocks = (bytes + BLOCK_BYTES - 1) / BLOCK_BYTES;
     while (rows / (blocks + 1) >= 2 * FLOAT_ROWS) {
         const int64_t units = panels * blocks, most = (units + threads - 1) / threads;
-        if (most * threads * 16 <= units * 17) break;
+        if (most * threads * 16 <= units * 17) break;  // threads wait for at most a sixteenth of the work
         blocks++;
     }
     return blocks;
@@ -319,7 +320,7 @@ OE_EXPORT(linear)(
     const Layer* layer, const char* x, int64_t x_bytes, int32_t x_kind, char* y, int64_t y_bytes, int32_t y_kind,
     int64_t rows, int32_t activation) {
     const LinearCall call = {layer, x, x_bytes, y, y_bytes, rows, x_kind, y_kind, activation};
-    const int threads = panels_of(*layer) * groups_of(*layer) * ROW * rows < 65536 ? 1 : omp_get_max_threads();
+    const int threads = panels_of(*layer) * groups_of(*layer) * ROW * rows < SMALL ? 1 : omp_get_max_threads();
     char* scratch = static_cast<char*>(malloc(scratch_bytes(call, threads)));
     together(threads, [&call, scratch](Team& team) { OE_SHARE(share_linear)(team, call, scratch); });
     free(scratch);
