@@ -178,6 +178,8 @@ __all__ = [
     "TruncationSide",
     "UnloadLoraRequest",
     "UnloadLoraResponse",
+    "Unauthenticated",
+    "Unreachable",
     "UnsupportedFeature",
     "UnsupportedTask",
     "Usage",

@@ -32,6 +32,7 @@ _EXAMPLES = """\
 examples:
   python -m openengine "The capital of France is" --temperature 0
   python -m openengine --chat "Why is the sky blue?"
+  python -m openengine --chat "Rome's founding, as JSON" --json-schema schema.json
   python -m openengine --model path/to/model.gguf --file prompts.txt --json > results.jsonl
 """
 
@@ -72,9 +73,15 @@ def _parser() -> _Parser:
         help=f"most tokens to generate (default: {DEFAULT_MAX_TOKENS}; with --chat, as many as the context holds)",
     )
     add("--temperature", type=float, metavar="T", help="0 takes the likeliest token each time (default: the model's)")
+    guide = parser.add_mutually_exclusive_group()
+    guide.add_argument(
+        "--json-schema", metavar="FILE_OR_TEXT", help="the text is JSON of this schema: a file, or the schema itself"
+    )
+    guide.add_argument("--regex", metavar="REGEX", help="the whole text matches this regular expression")
     add("--seed", type=int, metavar="N", help="the same seed draws the same tokens")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
     add("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: auto)")
+    add("--quantization", metavar="KIND", help="int8: multiply in 8-bit integers on a CPU (default: none)")
     add("--quiet", action="store_true", help="no progress bars and no notes")
     add("--version", action="version", version=f"openengine {__version__}")
     return parser
@@ -102,15 +109,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    prompts = _prompts(args)
+    prompts, schema = _prompts(args), _schema(args.json_schema)
     from openengine import Engine, demo_model
 
     progress = False if args.quiet else None
     model = demo_model(progress=progress) if args.model is None else args.model
     max_tokens = args.max_tokens if args.max_tokens is not None or args.chat else DEFAULT_MAX_TOKENS
     options = {"max_tokens": max_tokens, "temperature": args.temperature, "seed": args.seed}
+    options |= {"json_schema": schema, "regex": args.regex}
     options = {name: value for name, value in options.items() if value is not None}
-    with Engine(model, device=args.device, dtype=args.dtype, progress=progress) as engine:
+    with Engine(model, device=args.device, dtype=args.dtype, quantization=args.quantization, progress=progress) as engine:
         if args.file is not None:
             return _run_file(engine, args, prompts, options, progress)
         if args.json:
@@ -200,6 +208,18 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     if not text:
         raise InvalidArgument("no prompt: standard input is empty")
     return [text]
+
+
+def _schema(given: str | None) -> str | None:
+    """The schema, as JSON text, of a flag that gives it or names its file; before a model is loaded in vain."""
+    if given is None:
+        return None
+    text = given if given.lstrip()[:1] == "{" else _read(given)
+    try:
+        json.loads(text)
+    except ValueError as exc:
+        raise InvalidArgument(f"--json-schema {given!r:.80} is no JSON: {exc}") from exc
+    return text
 
 
 def _read(name: str) -> str:

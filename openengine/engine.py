@@ -212,7 +212,7 @@ class Engine:
             check_options(sampling, options)
             handle = None
             try:
-                request = build_request(prompts, sampling, options)
+                request = self._build_single(prompts, sampling, options)
                 handle = self._admit(self._prepare(request), keep_events=False, wait=True)
                 return handle.result()
             except OpenEngineError as exc:
@@ -240,7 +240,9 @@ class Engine:
 
         Leaving the iteration early cancels what is still running.
         """
-        items = self._prepare_batch(self._build_batch(prompts, sampling, on_error, options), on_error)
+        requests = self._build_batch(prompts, sampling, on_error, options)
+        self._preparer.warn(requests)
+        items = self._prepare_batch(requests, on_error)
         return run_batch(self._admit, items, window=self._window, on_error=on_error, progress=progress)
 
     def chat(
@@ -276,7 +278,7 @@ class Engine:
         request = self._build_single(prompt, sampling, options)
         if request.guided is None:
             return EventStream(self._admit(self._prepare(request), keep_events=True))
-        return LateStream(lambda: self.asubmit(request))
+        return LateStream(lambda: self._asubmit(request))
 
     async def agenerate(
         self,
@@ -291,6 +293,7 @@ class Engine:
         prompts, options = await asyncio.to_thread(self._with_messages, prompts, messages, options)
         if not is_single_prompt(prompts):
             requests = await asyncio.to_thread(self._build_batch, prompts, sampling, on_error, options)
+            self._preparer.warn(requests)
             requests = await self._with_guides(requests, on_error)
             items = await asyncio.to_thread(self._prepare_batch, requests, on_error)
             start = functools.partial(aadmit, self._admit)
@@ -299,7 +302,7 @@ class Engine:
         check_options(sampling, options)
         handle = None
         try:
-            request = build_request(prompts, sampling, options)
+            request = self._build_single(prompts, sampling, options)
             handle = await aadmit(self._admit, await self._aprepare(request))
             return await handle.aresult()
         except OpenEngineError as exc:
@@ -336,8 +339,10 @@ class Engine:
     ) -> Handle:
         """`submit` for an event loop, which stays free while the prompt is tokenized and a guide compiled."""
         prompt, options = await asyncio.to_thread(self._with_messages, request, messages, options)
-        group = await self._aprepare(self._build_single(prompt, sampling, options))
-        return self._admit(group, keep_events=True)
+        return await self._asubmit(self._build_single(prompt, sampling, options))
+
+    async def _asubmit(self, request: GenerateRequest) -> Handle:
+        return self._admit(await self._aprepare(request), keep_events=True)
 
     # ---- guides ----------------------------------------------------------------------------------
 
@@ -659,6 +664,8 @@ class Engine:
         tools, template_kwargs = take_chat_options(prompt, messages, options)
         if messages is None:
             return prompt, options
+        if isinstance(self._preparer, NoGeneration):
+            self._preparer.refuse()  # before its tokenizer is blamed for having no template
         return self.apply_chat_template(messages, tools, **template_kwargs), options
 
     @property
@@ -714,7 +721,9 @@ class Engine:
     def _build_single(self, prompt: Any, sampling: SamplingParams | None, options: dict[str, Any]) -> GenerateRequest:
         if not is_single_prompt(prompt):
             raise InvalidArgument("this takes one prompt; use generate or as_completed for a batch")
-        return build_request(prompt, sampling, options)
+        request = build_request(prompt, sampling, options)
+        self._preparer.warn([request])
+        return request
 
     def _build_batch(
         self, prompts: Iterable[Prompt], sampling: SamplingParams | None, on_error: str, options: dict[str, Any]
@@ -781,7 +790,8 @@ class Engine:
                     f"{self._loop.num_in_flight} requests are still in flight at the deadline of {deadline_ms} ms; they go on, "
                     "drain again to wait for them or pass abort_after_deadline=True"
                 )
-            self._loop.abort_all()
+            _log.warning("the drain's limit of %d ms cancels %d requests", deadline_ms, self._loop.num_in_flight)
+            self._loop.abort_all(f"the engine drains, and its limit of {deadline_ms} ms came before the request's end")
             deadline = None
 
     def _probe_group(self) -> SequenceGroup:

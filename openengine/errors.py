@@ -43,6 +43,8 @@ __all__ = [
     "RequestTooLarge",
     "RoleMismatch",
     "TokenizerChanged",
+    "Unauthenticated",
+    "Unreachable",
     "UnsupportedFeature",
     "UnsupportedTask",
 ]
@@ -103,6 +105,12 @@ class ArtifactNotFound(InvalidArgument):
     """A file that was asked for by name does not exist."""
 
     grpc_status = "NOT_FOUND"
+
+
+class Unauthenticated(InvalidArgument):
+    """A server wants a token, and the client sent none or another."""
+
+    grpc_status = "UNAUTHENTICATED"
 
 
 class UnsupportedFeature(OpenEngineError):
@@ -209,6 +217,13 @@ class TokenizerChanged(InternalError):
     """The tokenizer changed while its files were being read."""
 
     grpc_status = "ABORTED"
+
+
+class Unreachable(OpenEngineError):
+    """No server answers the client: none listens, it has stopped, or the connection broke. An engine never raises it."""
+
+    grpc_status = "UNAVAILABLE"
+    retryable = True
 
 
 class IncompleteOutput(PreconditionFailed):

@@ -147,8 +147,9 @@ def start_line(facts: Mapping[str, Any]) -> str:
     cache = ""
     if "kv_tokens" in facts:
         cache = f"KV cache of {facts['kv_tokens']} tokens ({facts['kv_bytes'] / 2**20:.0f} MiB), "
+    arithmetic = f"{facts['quantization']} and {facts['dtype']}" if facts["quantization"] else facts["dtype"]
     return (
-        f"{facts['architecture']} in {facts['dtype']} on {facts['device']} ({facts['kernels']} kernels): "
+        f"{facts['architecture']} in {arithmetic} on {facts['device']} ({facts['kernels']} kernels): "
         f"{facts['weight_bytes'] / 2**20:.0f} MiB of weights, {cache}context {facts['max_model_len']}, "
         f"loaded in {facts['load_seconds']:.1f} s"
     )

@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_origin
 
 import numpy as np
 
@@ -163,8 +163,6 @@ def build_guide(guide: GuidedDecoding | None, options: dict[str, Any]) -> Guided
     built = _guide({**options, "guided": guide} if guide is not None else options)
     if built is None:
         raise InvalidArgument(f"give a guide: one of {', '.join(sorted(_GUIDES))}")
-    if not isinstance(built, GuidedDecoding):
-        raise InvalidArgument(f"a guide is a GuidedDecoding, not {built!r:.80}; JSON schemas go into json_schema=")
     return built
 
 
@@ -269,17 +267,27 @@ def _guide(options: dict[str, Any]) -> GuidedDecoding | None:
         raise InvalidArgument(f"{', '.join(sorted(given))} are {len(given)} guides; an output follows exactly one")
     ((name, value),) = given.items()
     if name == "guided":
+        if not isinstance(value, GuidedDecoding):
+            raise InvalidArgument(
+                f"guided is a GuidedDecoding or what compile_guide returned, not {value!r:.80}; what it describes goes into "
+                f"one of the keywords {', '.join(sorted(_GUIDES - {name}))}"
+            )
         return value
     if name == "grammar":
         return GuidedDecoding(ebnf_grammar=value)
     if name == "choice":
-        if isinstance(value, str):
-            raise InvalidArgument(f"choice must be a list of texts, not {value!r:.80}")
+        if isinstance(value, str) or any(not isinstance(text, str) for text in _several("choice", {name: value}, str)):
+            raise InvalidArgument(
+                f"choice must be a list of texts, not {value!r:.80}; for choices of its own for each prompt, make the batch of "
+                "GenerateRequest(prompt=…, guided=engine.compile_guide(choice=[…]))"
+            )
         return GuidedDecoding(choice=ChoiceConstraint(_several("choice", {name: value}, str)))
     if name == "json_object":
         return GuidedDecoding(json_object=JsonObjectConstraint())
     if name == "json_schema":
         return _schema_guide(value)
+    if name == "structural_tag" and isinstance(value, Mapping):
+        value = _json_text(name, value)
     return GuidedDecoding(**{name: value})
 
 
@@ -291,10 +299,19 @@ def _schema_guide(schema: Any) -> GuidedDecoding:
     if isinstance(schema, type) and hasattr(schema, "model_json_schema"):
         output_type, schema = schema, schema.model_json_schema()
     if not isinstance(schema, (Mapping, bool)):
+        hint = ""
+        if isinstance(schema, type) or get_origin(schema) is not None:
+            hint = "; pydantic.TypeAdapter(…).json_schema() makes a dict of other types, pydantic.RootModel[…] a class"
+        elif hasattr(schema, "model_json_schema"):
+            hint = f"; pass the class {type(schema).__name__}, not an instance"
         raise InvalidArgument(
-            f"json_schema must be a dict, JSON text or a class with model_json_schema, not {schema!r:.80}"
+            f"json_schema must be a dict, JSON text or a class with model_json_schema, not {schema!r:.80}{hint}"
         )
+    return GuidedDecoding(json_schema=_json_text("json_schema", schema), output_type=output_type)
+
+
+def _json_text(name: str, value: Any) -> str:
     try:
-        return GuidedDecoding(json_schema=json.dumps(schema), output_type=output_type)
+        return json.dumps(value)
     except (TypeError, ValueError, RecursionError) as exc:
-        raise InvalidArgument(f"json_schema is no JSON: {exc}") from exc
+        raise InvalidArgument(f"{name} is no JSON: {exc}") from exc

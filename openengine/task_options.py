@@ -127,6 +127,11 @@ def _inputs(inputs: Any) -> tuple[tuple[TaskInput, ...], bool]:
     """The inputs, and whether it was one alone."""
     if isinstance(inputs, TaskInput):
         return (inputs,), True
+    is_array = hasattr(inputs, "__array__")
+    if isinstance(inputs, (bytes, bytearray, memoryview, Mapping)) or not (is_array or isinstance(inputs, Iterable)):
+        raise InvalidArgument(
+            f"an input is a str, a list of token ids or a TaskInput, not {type(inputs).__name__}; a list of those is a batch"
+        )
     if is_single_prompt(inputs):
         return (_input("0", inputs),), True
     items = batch_items(inputs)

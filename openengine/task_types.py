@@ -451,8 +451,16 @@ class ScoreResponse:
         if group is None and len(self.groups) != 1:
             raise InvalidArgument(f"the response has {len(self.groups)} groups; name one: ranking(0)")
         candidates = self.groups[group or 0].candidates
-        if self.higher_is_better is None or any(candidate.scores.shape != (1,) for candidate in candidates):
-            raise InvalidArgument("these scores do not rank: a candidate needs one score, with a known better end")
+        several = next((c.scores.shape[-1] for c in candidates if c.scores.shape != (1,)), None)
+        if several is not None:
+            raise InvalidArgument(
+                f"these scores do not rank: a candidate has {several} and needs one; score with one label, as in "
+                "labels=[' yes'], or sort by one of them, as in (-response.scores[:, 0]).argsort()"
+            )
+        if self.higher_is_better is None:
+            raise InvalidArgument(
+                "these scores do not rank: whether higher is better is not known of this model; if you know it, sort .scores"
+            )
         scores = np.array([candidate.scores.values[0] for candidate in candidates])
         return np.argsort(-scores if self.higher_is_better else scores, kind="stable").tolist()
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from openengine.errors import IncompleteOutput, InvalidArgument, OpenEngineError
+from openengine.errors import IncompleteOutput, InvalidArgument, OpenEngineError, PreconditionFailed
 
 if TYPE_CHECKING:
     from openengine.service_types import KvConnectorInfo
@@ -264,7 +264,7 @@ class JsonObjectConstraint:
     """Any one JSON object."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class GuidedDecoding:
     """Exactly one guide. `backend` empty is the default.
 
@@ -280,6 +280,11 @@ class GuidedDecoding:
     json_object: JsonObjectConstraint | None = None
     backend: str = ""
     output_type: Any = None
+
+    def __repr__(self) -> str:
+        given = ((each.name, getattr(self, each.name)) for each in dataclasses.fields(GuidedDecoding))
+        shown = (f"{name}={_short(value)}" for name, value in given if value not in (None, ""))
+        return f"{type(self).__name__}({', '.join(shown)})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -441,7 +446,8 @@ class GenerationOutput:
     def parsed(self) -> Any:
         """What the text says under a JSON guide: its value, or an instance of the class given as `json_schema`.
 
-        None under other guides and without one: take `text`. Raises IncompleteOutput where the output was cut.
+        None under other guides and without one: take `text`. Raises IncompleteOutput where the output was cut,
+        PreconditionFailed where the class refuses a value that meets its schema.
         """
         if self.guide is None or (self.guide.json_schema is None and self.guide.json_object is None):
             return None
@@ -455,7 +461,17 @@ class GenerationOutput:
         # Digits may go on; any other value is closed by its last character.
         if self.finish_reason is not FinishReason.STOP and text[-1].isdigit():
             raise self._incomplete()
-        return value if self.guide.output_type is None else self.guide.output_type.model_validate_json(text)
+        return value if self.guide.output_type is None else self._instance(text)
+
+    def _instance(self, text: str) -> Any:
+        kind = self.guide.output_type
+        try:
+            return kind.model_validate_json(text)
+        except Exception as exc:  # validators are the caller's code
+            raise PreconditionFailed(
+                f"output {self.index} meets the JSON schema of {kind.__name__}, and the class refuses it: {exc}; say what "
+                "its validators ask for in the schema (bounds, pattern, enum), or take json.loads(result.text)"
+            ) from exc
 
     def _incomplete(self) -> IncompleteOutput:
         cause = f"it ended with {str(self.finish_reason)!r}"
@@ -527,7 +543,7 @@ class GenerationResult:
 
     @property
     def parsed(self) -> Any:
-        """See `GenerationOutput.parsed`. Raises IncompleteOutput."""
+        """See `GenerationOutput.parsed`. Raises IncompleteOutput, PreconditionFailed."""
         return self._first().parsed
 
     def to_dict(self) -> dict[str, Any]:
@@ -561,12 +577,15 @@ class GenerationResult:
 def _parsed_or_none(output: GenerationOutput) -> Any:
     try:
         return output.parsed
-    except IncompleteOutput:
+    except PreconditionFailed:  # IncompleteOutput is one
         return None
 
 
-def _short(text: str) -> str:
-    return repr(text if len(text) <= 60 else text[:57] + "…")
+def _short(value: Any) -> str:
+    if isinstance(value, str):
+        return repr(value if len(value) <= 60 else value[:57] + "…")
+    text = getattr(value, "__name__", None) or repr(value)
+    return text if len(text) <= 60 else text[:57] + "…"
 
 
 # ---- discovery, health, load ---------------------------------------------------------------------
@@ -791,7 +810,11 @@ def validate_request(request: GenerateRequest) -> None:
     _validate_response(request.response)
     _validate_kv(request.kv)
     _check_integer("priority", request.priority, -_INT32_MAX - 1, _INT32_MAX)
-    _check_type("guided", request.guided, GuidedDecoding)
+    if request.guided is not None and not isinstance(request.guided, GuidedDecoding):
+        raise InvalidArgument(
+            f"guided must be a GuidedDecoding or what compile_guide returned, not {request.guided!r:.80}; for a schema, "
+            "GuidedDecoding(json_schema=json.dumps(schema))"
+        )
     _check_items("media", request.media, MediaItem)
     if not isinstance(request.metadata, Mapping):
         raise InvalidArgument(f"metadata must be a mapping of texts, not {request.metadata!r:.80}")

@@ -56,6 +56,9 @@ def test_version_is_that_of_the_package():
         (["--file", "no-such-file.txt"], "cannot read no-such-file.txt: No such file or directory"),
         ([], "no prompt: standard input is empty"),
         (["-"], "no prompt: standard input is empty"),
+        (["a", "--regex", "b", "--json-schema", "{}"], "argument --json-schema: not allowed with argument --regex"),
+        (["a", "--json-schema", "no-such-schema.json"], "cannot read no-such-schema.json: No such file or directory"),
+        (["a", "--json-schema", '{"type": }'], "--json-schema '{\"type\": }' is no JSON"),
     ],
 )
 def test_wrong_usage_is_one_line_on_stderr_and_exit_2(args, words):
@@ -218,3 +221,18 @@ def test_an_option_out_of_range_is_one_line_and_exit_2(smollm2, capsys):
 def test_a_text_cut_by_the_limit_says_so_on_stderr(smollm2, capsys):
     assert main(["1 2 3 4 5 6 7", "--model", str(smollm2), "--temperature", "0", "--max-tokens", "2"]) == 0
     assert "--max-tokens N sets it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", ["file", "text"])
+def test_a_schema_as_file_or_text_holds_the_output_to_it(smollm2, tmp_path, capsys, given):
+    schema = '{"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": false}'
+    (tmp_path / "schema.json").write_text(schema)
+    value = schema if given == "text" else str(tmp_path / "schema.json")
+    assert main(["A number: ", "--model", str(smollm2), "--json-schema", value, "--quiet"]) == 0
+    assert json.loads(capsys.readouterr().out)["a"] in (1, 2)
+
+
+def test_a_regex_holds_the_output_to_it_and_int8_is_an_option(smollm2, capsys):
+    options = ["--model", str(smollm2), "--quiet", "--json", "--quantization", "int8"]
+    assert main(["A PIN: ", "--regex", r"\d{4}", *options]) == 0
+    assert len(str(int("1" + json.loads(capsys.readouterr().out)["text"]))) == 5

@@ -608,10 +608,33 @@ def test_c8_a_prompt_with_a_bos_of_its_own_warns_where_it_was_written_if_the_tok
     write_tokenizer(tmp_path / "adds")
     with scripted_engine(tmp_path / "m", hashed(VOCAB_SIZE), [f"<{i}>" for i in range(VOCAB_SIZE)]) as engine:
         engine._preparer._tokenizer = load_tokenizer(tmp_path / "adds")
-        for call in (engine.generate, engine.submit):
-            with pytest.warns(UserWarning, match="sees two") as caught:
-                call("<|bos|>hello", max_tokens=1)
-            assert [warning.filename for warning in caught] == [__file__]
+
+        async def agenerate(prompt):
+            return await engine.agenerate(prompt, max_tokens=1)
+
+        async def asubmit(prompt):
+            return await (await engine.asubmit(prompt, max_tokens=1)).aresult()
+
+        async def astream(prompt, **guide):
+            return [event async for event in engine.astream(prompt, max_tokens=1, **guide)]
+
+        calls = {
+            "generate": lambda: engine.generate("<|bos|>hello", max_tokens=1),
+            "batch": lambda: engine.generate(["a", "<|bos|>hello"], max_tokens=1),
+            "as_completed": lambda: list(engine.as_completed(["<|bos|>hello"], max_tokens=1)),
+            "stream": lambda: list(engine.stream("<|bos|>hello", max_tokens=1)),
+            "submit": lambda: engine.submit("<|bos|>hello", max_tokens=1).result(),
+            "agenerate": lambda: asyncio.run(agenerate("<|bos|>hello")),
+            "agenerate of itself": lambda: asyncio.run(engine.agenerate("<|bos|>hello", max_tokens=1)),
+            "async batch": lambda: asyncio.run(agenerate(["a", "<|bos|>hello"])),
+            "asubmit": lambda: asyncio.run(asubmit("<|bos|>hello")),
+            "astream": lambda: asyncio.run(astream("<|bos|>hello")),
+            "astream with a guide": lambda: asyncio.run(astream("<|bos|>hello", regex="<.*>")),
+        }
+        for name, call in calls.items():
+            with pytest.warns(UserWarning, match="sees two") as caught, contextlib.suppress(UnsupportedFeature):
+                call()  # the guide is refused late, for want of an end of sequence
+            assert [warning.filename for warning in caught] == [__file__], name
         engine.generate(["hello"], max_tokens=1)
 
 

@@ -149,7 +149,7 @@ def test_label_tokens_of_a_causal_model_are_scored_in_the_vocabulary_or_among_th
 
 def test_e7_a_causal_model_without_a_template_has_no_score_of_its_own(models, tmp_path):
     directory, _reference, engine = models["causal"]
-    with pytest.raises(InvalidArgument, match="label_token_ids"):
+    with pytest.raises(InvalidArgument, match=r"labels=\[' yes', ' no'\], or label_token_ids"):
         engine.score("query", ["document"])
     assert engine.model_info().tasks.score.higher_is_better is None
     with Engine(directory, score_template="{query} | {document} ? {instruction}", **OPTIONS) as templated:
@@ -461,10 +461,11 @@ def test_the_wrong_task_is_refused_with_what_the_model_can_do(models):
         "score": lambda e: e.score("a", ["b"]),
         "generate": lambda e: e.generate("a", max_tokens=1),
         "stream": lambda e: next(e.stream("a", max_tokens=1)),
+        "agenerate": lambda e: asyncio.run(e.agenerate("a", regex="a")),
     }
     for kind, words in can.items():
         for task, call in calls.items():
-            if {"stream": "generate"}.get(task, task) in words:
+            if {"stream": "generate", "agenerate": "generate"}.get(task, task) in words:
                 continue
             with pytest.raises(UnsupportedTask, match=f"it can {words}$"):
                 call(engine_of(models, kind))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import secrets
+import sys
 import uuid
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -143,6 +144,18 @@ class RequestPreparer:
         _refuse_unsupported(request)
         self._check_ids(request)
 
+    def warn(self, requests: Iterable[GenerateRequest | object]) -> None:
+        """Warn the caller of this package, in whose thread this runs, of prompts that would get a second BOS."""
+        if not self._tokenizer.adds_bos:
+            return
+        prompts = (request.prompt for request in requests if isinstance(request, GenerateRequest))
+        if any(isinstance(prompt, str) and self._tokenizer.starts_with_bos(prompt) for prompt in prompts):
+            warnings.warn(
+                "the prompt begins with the text of the BOS token and the tokenizer adds one too, so the model sees "
+                "two; use chat() or messages= for chat templates, or pass token ids",
+                stacklevel=_caller_level(),
+            )
+
     def prepare(self, request: GenerateRequest) -> SequenceGroup:
         """Check `request` against the model and build its group (no sink yet). Waits for its guide to be compiled.
 
@@ -195,12 +208,6 @@ class RequestPreparer:
     def _prompt_ids(self, request: GenerateRequest) -> np.ndarray:
         limits = self._limits
         if request.prompt is not None:
-            if self._tokenizer.starts_with_bos(request.prompt) and self._tokenizer.adds_bos:
-                warnings.warn(
-                    "the prompt begins with the text of the BOS token and the tokenizer adds one too, so the model sees "
-                    "two; use chat() or messages= for chat templates, or pass token ids",
-                    stacklevel=5,
-                )
             if len(request.prompt) >= limits.max_model_len:  # else it is short enough to be tokenized
                 self._check_fewest_tokens(request.prompt)
             ids = np.asarray(self._tokenizer.encode(request.prompt), dtype=np.int64)
@@ -372,3 +379,14 @@ def _refuse_unsupported(request: GenerateRequest) -> None:
         raise UnsupportedTask(f"lora_name {request.lora_name!r}: this engine serves no LoRA adapters; leave it out")
     if request.media:
         raise UnsupportedFeature(f"{len(request.media)} media items: the model takes text only; leave them out")
+
+
+def _caller_level() -> int:
+    """The `stacklevel`, for who calls this, of the first frame that is neither this package's nor an event loop's."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NO_CALLERS:
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+_NO_CALLERS = (__name__.partition(".")[0], "asyncio")

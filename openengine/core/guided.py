@@ -18,7 +18,7 @@ import copy
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import fields
 from typing import Any, NoReturn
@@ -458,7 +458,8 @@ def _checked_choices(choices: Sequence[str]) -> Sequence[str]:
 
 def _checked_text(text: object, name: str) -> str:
     if not isinstance(text, str):
-        raise InvalidArgument(f"guided.{name} must be a string, not {type(text).__name__}")
+        hint = f"; use json.dumps, or the keyword {name}=, which takes a dict" if isinstance(text, Mapping) else ""
+        raise InvalidArgument(f"guided.{name} must be a string, not {type(text).__name__}{hint}")
     try:
         text.encode()
     except UnicodeEncodeError as exc:

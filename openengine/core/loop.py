@@ -200,12 +200,12 @@ class EngineLoop:
             if self._open.get(group.request_id) is group:
                 self._commands.put(lambda: self._cancel(group))
 
-    def abort_all(self) -> AbortStatus:
-        """End every request but probes."""
+    def abort_all(self, message: str = "") -> AbortStatus:
+        """End every request but probes; `message` says why in their last events."""
         self._check_process()
         with self._lock:
             groups = [group for group in self._open.values() if not group.is_probe]
-            self._commands.put(lambda: [self._cancel(group) for group in groups])
+            self._commands.put(lambda: [self._cancel(group, message) for group in groups])
         return AbortStatus.ABORTED if groups else AbortStatus.ALREADY_FINISHED
 
     def call(self, function: Callable[[Scheduler], Any]) -> Any:
@@ -488,9 +488,9 @@ class EngineLoop:
         usage = group.usage if group.is_finished else None
         self._emit(group, GenerationFinished(seq.index, seq.finish_reason, message, seq.stop_match, usage))
 
-    def _cancel(self, group: SequenceGroup) -> None:
+    def _cancel(self, group: SequenceGroup, message: str = "") -> None:
         if group.task is not None:
-            self._cancel_items(group)
+            self._cancel_items(group, message)
             return
         for seq in group.sequences:
             if not seq.is_finished:
@@ -498,16 +498,17 @@ class EngineLoop:
                 if output is not None:
                     self._emit(group, output)
                 self._scheduler.finish(seq, FinishReason.CANCELLED)
-                self._emit_finished(seq)
+                self._emit_finished(seq, message)
 
-    def _cancel_items(self, group: SequenceGroup) -> None:
+    def _cancel_items(self, group: SequenceGroup, message: str) -> None:
         """A task has no partial result: it ends with an error."""
         if group.is_finished:
             return
         for seq in group.sequences:
             if not seq.is_finished:
                 self._scheduler.finish(seq, FinishReason.CANCELLED)
-        self._errors[group] = Cancelled(f"request {group.request_id!r:.80} was cancelled")
+        reason = f": {message}" if message else ""
+        self._errors[group] = Cancelled(f"request {group.request_id!r:.80} was cancelled{reason}")
         self._deliveries.setdefault(group, [])
 
     def _fail(self, group: SequenceGroup, error: OpenEngineError) -> None:

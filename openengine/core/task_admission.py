@@ -199,8 +199,8 @@ class TaskPreparer:
             semantics, normalization = resolve_label_scores(semantics, wanted, len(label_ids))
         elif head is None:
             raise InvalidArgument(
-                "this model scores label tokens only: give label_token_ids, or create the engine with a score_template, if its "
-                "tokenizer has the tokens 'yes' and 'no'"
+                "this model scores label tokens only: give labels, texts of one token each such as labels=[' yes', ' no'], or "
+                "label_token_ids, or create the engine with a score_template, if its tokenizer has the tokens 'yes' and 'no'"
             )
         else:
             work = TaskWork(TaskKind.LABELS, head.label_ids) if head.label_ids else TaskWork(TaskKind.SCORE)
@@ -362,7 +362,7 @@ class TaskPreparer:
             ids = tuple(tokens[0] for tokens in encoded)
         if ids and not can.supports_label_token_scoring:
             raise InvalidArgument(
-                "label_token_ids are for causal language models; leave them out for this model's scores"
+                "labels and label_token_ids are for causal language models; leave them out for this model's scores"
             )
         if ids and len(ids) > can.max_label_token_ids:
             raise InvalidArgument(f"{len(ids)} label_token_ids, the limit is {can.max_label_token_ids}; give fewer")

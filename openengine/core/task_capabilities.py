@@ -5,6 +5,8 @@ Owns the limits of requests. Does not own checking requests against them (task_a
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from openengine.core.task_output import ScoreHead
 from openengine.core.task_profile import TaskProfile
 from openengine.core.task_tokens import TaskTokenizer
@@ -125,6 +127,15 @@ class NoGeneration:
     def __init__(self, does: str) -> None:
         self._does = does
 
-    def prepare(self, request: GenerateRequest) -> None:
+    def warn(self, requests: object) -> None:
+        """Nothing to warn of: `prepare` raises."""
+
+    def check(self, request: GenerateRequest) -> NoReturn:
         """Raises UnsupportedTask."""
+        self.refuse()
+
+    prepare = check
+
+    def refuse(self) -> NoReturn:
+        """Raises UnsupportedTask, whatever was to be generated."""
         raise UnsupportedTask(f"the model does not generate text; it can {self._does}")

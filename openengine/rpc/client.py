@@ -20,9 +20,8 @@ streams (remote.py), messages (convert.py). What a method means is said at the m
                                                long list the server judges one part after the other
     kv_events, runtime_events, drain_events    a RemoteStream with the methods of Subscription
     close                                      ends the connection; the engine goes on, and requests raise Cancelled
-    advertise, check_accepting, prepare_task,  are for servers
-    submit_task
-    clear_prefix_cache, compile_guide          have no call in the contract
+    info().attributes                          empty: the contract has no place for them
+    in_process.py                              what is for the server's process, or has no call in the contract, says so
 """
 
 from __future__ import annotations
@@ -84,6 +83,7 @@ from openengine.batches import arun_batch, cancel_and_wait, check_on_error, fail
 from openengine.options import Prompt, check_options, is_single_prompt, request_id_of
 from openengine.rpc import openengine_pb2 as pb
 from openengine.rpc.connection import Connection
+from openengine.rpc.in_process import InProcessOnly
 from openengine.rpc.remote import AsyncEventStream, RemoteStream
 from openengine.rpc.remote_tasks import RemoteTasks
 from openengine.rpc.remote_tokenizer import RemoteTokenizerService
@@ -98,15 +98,15 @@ _MAX_WINDOW = 256  # requests of one batch in flight at a time
 _DEFAULT_WINDOW = 64  # where the server does not tell how many it runs
 
 
-class Client:
+class Client(InProcessOnly):
     """An engine behind `target` ("host:port"), safe from many threads and event loops.
 
     `model` names the one that requests mean, None the server's first. `token` is sent as a bearer token. `tls_ca` (PEM)
     trusts a server's certificate, and `tls_cert` with `tls_key` show one of ours; `tls=True` alone trusts the system's
     authorities. `timeout_s` bounds every call but streams.
 
-    Raises UnsupportedFeature for a server outside the revisions that this client was tested with, and what the connection
-    ends with.
+    Raises UnsupportedFeature for a server outside the revisions that this client was tested with, InvalidArgument for a
+    target that is no address, Unreachable where no server answers, Unauthenticated where it wants another token.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from openengine import Cancelled, OpenEngineError, PreconditionFailed
+from openengine import Cancelled, InvalidArgument, OpenEngineError, PreconditionFailed
 from openengine.rpc import openengine_pb2 as pb
 from openengine.rpc import openengine_pb2_grpc, tokenizer_pb2_grpc
 from openengine.rpc.convert import from_proto, to_proto
@@ -31,13 +31,15 @@ from openengine.rpc.errors import ERROR_TRAILER, error_of_status, from_engine_er
 __all__ = ["Connection", "call_error"]
 
 _T = TypeVar("_T")
+_URL_SCHEMES = {"http", "https", "grpc", "grpcs", "tcp"}
 _OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
 
 
 class Connection:
     """Calls to `target`; `credentials` None is plain text. `timeout_s` bounds every call but streams.
 
-    It stays until `close`, or until nobody refers to it, and no event loop's end ends it.
+    It stays until `close`, or until nobody refers to it, and no event loop's end ends it. Raises InvalidArgument for what
+    is no address.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Connection:
         metadata: tuple[tuple[str, str], ...],
         timeout_s: float | None,
     ) -> None:
+        _check_target(target)
         self.metadata = metadata
         self._timeout_s = timeout_s
         self._pid = os.getpid()
@@ -126,6 +129,18 @@ def call_error(exc: grpc.RpcError) -> OpenEngineError:
         if key == ERROR_TRAILER:
             return from_engine_error(pb.EngineError.FromString(value), status=exc.code().name)
     return error_of_status(exc.code().name, exc.details() or exc.code().name)
+
+
+def _check_target(target: str) -> None:
+    """gRPC takes a URL for the name of a machine, and says much later that it found none."""
+    if not isinstance(target, str) or not target:
+        raise InvalidArgument(f"the server's address is a text such as 'localhost:50051', not {target!r:.80}")
+    scheme, separator, rest = target.partition("://")
+    if separator and scheme.lower() in _URL_SCHEMES:
+        raise InvalidArgument(
+            f"the server's address is 'host:port', not the URL {target!r:.200}: write {rest.split('/')[0]!r:.100}, and tls=True "
+            "where it speaks TLS"
+        )
 
 
 def _serve(event_loop: asyncio.AbstractEventLoop) -> None:

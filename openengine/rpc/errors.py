@@ -6,7 +6,7 @@ one terminal `EngineError` after.
 
 from __future__ import annotations
 
-from openengine import InternalError, OpenEngineError
+from openengine import InternalError, OpenEngineError, Unreachable
 from openengine.rpc import openengine_pb2 as pb
 from openengine.rpc.structs import fill_struct, read_struct
 
@@ -26,9 +26,17 @@ _OF_STATUS = {
     "ALREADY_EXISTS": "DUPLICATE_REQUEST",
     "RESOURCE_EXHAUSTED": "OVERLOADED",
     "UNIMPLEMENTED": "UNSUPPORTED_FEATURE",
-    "UNAVAILABLE": "DRAINING",
+    "UNAUTHENTICATED": "INVALID_ARGUMENT",
     "CANCELLED": "CANCELLED",
     "DEADLINE_EXCEEDED": "CANCELLED",
+}
+# A draining engine sends its own error with the status; these come from the transport, which knows no remedy.
+_ADVICE = {
+    "UNAVAILABLE": (
+        'no server answers: check the address ("host:port"), that a server runs there, and that both sides use TLS '
+        "(Client(tls=True) or tls_ca=…) or neither"
+    ),
+    "UNAUTHENTICATED": "the server wants its bearer token: give Client(address, token=…) the text of its --token-file",
 }
 
 
@@ -78,12 +86,16 @@ def from_engine_error(error: pb.EngineError, *, status: str | None = None) -> Op
 def error_of_status(status: str, message: str) -> OpenEngineError:
     """The exception for a call that ended with a gRPC `status` and says no more; unknown ones are InternalErrors."""
     code = _OF_STATUS.get(status, InternalError.code)
+    if status in _ADVICE:
+        message = f"{_ADVICE[status]}; gRPC says: {message}"
     return _class_of(code, None, status)(message, details={"grpc_status": status})
 
 
 def _class_of(code: str, retryable: bool | None, status: str | None) -> type[OpenEngineError]:
     """The class of that code that fits best, the base of its branch where several do."""
     kinds = [kind for kind in _descendants(OpenEngineError) if kind.code == code] or [InternalError]
+    if status != Unreachable.grpc_status:  # what a server says is not that there is none
+        kinds = [kind for kind in kinds if kind is not Unreachable]
     return max(kinds, key=lambda kind: (status == kind.grpc_status, retryable == kind.retryable))
 
 

@@ -44,6 +44,12 @@ __all__ = ["RemoteCall", "RemoteTasks"]
 _WINDOW = 4  # requests of one call under way
 _MAX_ITEMS = 256  # of one request
 _MAX_CHARS = 1 << 18
+# Of options that the contract has no field for.
+_INSTEAD = {
+    "truncate": "a server cuts no text, and refuses one that is too long; shorten it, or give the first of its tokenize(text)",
+    "prompt": "the contract has no field for it; write it before each text yourself",
+    "prompt_name": "the contract has no field for it; write the model's prompt of that name before each text yourself",
+}
 Request = EmbedRequest | ClassifyRequest | ScoreRequest
 Response = EmbedResponse | ClassifyResponse | ScoreResponse
 Result = Response | EmbeddingOutput | ClassificationOutput
@@ -154,7 +160,7 @@ def _refuse_local(local: LocalOptions) -> None:
     given = {"truncate": local.truncate != "error", "prompt": local.prompt, "prompt_name": local.prompt_name}
     for name, value in given.items():
         if value:
-            raise UnsupportedFeature(f"{name} has no field in the contract; put it into the texts, or use an Engine")
+            raise UnsupportedFeature(f"{name}: {_INSTEAD[name]}; an Engine in process has {name}")
 
 
 # ---- splitting and joining -----------------------------------------------------------------------

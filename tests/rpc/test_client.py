@@ -10,6 +10,7 @@ import pytest
 
 from openengine import EmbedRequest as Embed
 from openengine import (
+    Draining,
     Engine,
     EngineRole,
     GenerateRequest,
@@ -17,10 +18,10 @@ from openengine import (
     InternalError,
     InvalidArgument,
     ModelNotFound,
-    OpenEngineError,
     RequestNotFound,
     RuntimeEventType,
     TaskInput,
+    Unreachable,
     UnsupportedFeature,
     UnsupportedTask,
 )
@@ -36,9 +37,7 @@ def client(server):
 
 
 def test_it_has_the_methods_of_an_engine_with_their_parameters():
-    local_only = {"clear_prefix_cache", "compile_guide", "acompile_guide", "advertise", "check_accepting"}
-    local_only |= {"prepare_task", "submit_task"}
-    names = {name for name in vars(Engine) if not name.startswith("_")} - local_only
+    names = {name for name in vars(Engine) if not name.startswith("_")}
     assert names <= set(dir(Client))
     tasks = {"embed", "classify", "score"}
     for name in names - {"tokenizer_service"}:
@@ -59,9 +58,39 @@ def test_eng_12_it_refuses_a_server_outside_its_revisions(client, change):
         _check_revision(dataclasses.replace(info, **change))
 
 
-def test_nobody_listening_is_an_error_of_ours():
-    with pytest.raises(OpenEngineError):
+def test_nobody_listening_is_no_drain():
+    with pytest.raises(Unreachable, match="no server answers: check the address") as caught:
         Client("127.0.0.1:1", timeout_s=5)
+    assert caught.value.retryable and not isinstance(caught.value, Draining)
+
+
+@pytest.mark.parametrize("target", ["http://127.0.0.1:50051/", "", None])
+def test_what_is_no_address_is_refused_at_once(target):
+    with pytest.raises(InvalidArgument, match=r"'127\.0\.0\.1:50051'|such as 'localhost:50051'"):
+        Client(target)
+
+
+@pytest.mark.parametrize(
+    ("call", "instead"),
+    [
+        (lambda client: client.compile_guide(regex="a"), "give the guide itself to each request"),
+        (lambda client: asyncio.run(client.acompile_guide(regex="a")), "give the guide itself to each request"),
+        (lambda client: client.clear_prefix_cache(), "bypass_prefix_cache=True"),
+        (lambda client: client.advertise("host", 1), "--advertise-host"),
+        (lambda client: client.check_accepting(), r"health\(\).state"),
+        (lambda client: client.prepare_task(None), "embed, classify or score"),
+        (lambda client: client.submit_task(None), "embed, classify or score"),
+        (lambda client: client.embed("x", truncate="right"), r"shorten it.*tokenize\(text\)"),
+        (lambda client: client.embed("x", prompt_name="query"), "before each text yourself"),
+    ],
+)
+def test_what_the_contract_has_no_call_for_says_what_to_do_instead(client, call, instead):
+    with pytest.raises(UnsupportedFeature, match=instead):
+        call(client)
+
+
+def test_its_info_has_no_attributes_which_the_contract_has_no_place_for(client):
+    assert client.info().attributes == {}
 
 
 def test_one_prompt_gives_one_result_and_a_list_a_list(client):

@@ -15,8 +15,9 @@ import urllib.request
 import grpc
 import pytest
 
+from openengine import Unauthenticated
+from openengine.rpc import Client, openengine_pb2_grpc
 from openengine.rpc import openengine_pb2 as pb
-from openengine.rpc import openengine_pb2_grpc
 from openengine.rpc import tokenizer_pb2 as tok
 from tests.rpc.serving import ROOT, eventually, fresh_id, is_idle, load, request, run, running, status
 
@@ -133,7 +134,10 @@ def test_drn_07_at_the_deadline_what_runs_is_aborted_also_when_the_reader_has_le
     drain = server.stub.Drain(pb.DrainRequest(deadline_ms=300, abort_after_deadline=True))
     next(drain)
     drain.cancel()
-    assert list(call)[-1].finished.reason == pb.FINISH_REASON_CANCELLED
+    last = list(call)[-1].finished
+    assert last.reason == pb.FINISH_REASON_CANCELLED
+    assert last.message == "the engine drains, and its limit of 300 ms came before the request's end"
+    eventually(lambda: any("limit of 300 ms cancels 1 requests" in line for line in server.errors))
 
 
 def test_drn_03_11_hlt_06_stopping_is_final_and_all_else_goes_on(tmp_path):
@@ -324,6 +328,10 @@ def test_tls_and_token_refuse_who_has_none_and_accept_who_has_both(checkpoint, t
             right = (("authorization", "Bearer sesame"),)
             assert stub.GetEngineInfo(pb.GetEngineInfoRequest(), metadata=right).instance_id
             assert health_of(channel) == 1, "probes have no place for a token"
+        with pytest.raises(Unauthenticated, match=r"Client\(address, token="):
+            Client(server.target, tls_ca=cert.read_bytes())
+        with Client(server.target, tls_ca=cert.read_bytes(), token="sesame") as client:
+            assert client.info().instance_id
 
 
 def test_mutual_tls_refuses_a_client_without_a_certificate(checkpoint, tmp_path):

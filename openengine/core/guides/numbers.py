@@ -1,7 +1,8 @@
 """JSON numbers within exact bounds, as languages over their digits.
 
 Integers are written without fraction and exponent. Other numbers may have both; where bounds, multiples or exclusions
-apply, an exponent is written as Python and JavaScript write it, and only where they do: `1.5e-07`, `1e+16`.
+apply, an exponent is written as Python and JavaScript write it, and only where they do: `1.5e-07`, `1e+16`. It may follow
+only digits that are within the bounds themselves: an output that wanders beyond them could never end without it.
 
 Whoever reads a number may round it to a float, and must still find it within its bounds. So a number outside an open
 bound, an excluded number and a whole number where none may be are avoided to 15 significant digits, which floats keep.
@@ -136,7 +137,7 @@ def number_texts(wanted: NumberRange) -> Language:
     if wanted.multiple_of == 1 and not wanted.is_integer:
         result = intersect(result, concat(_SIGN, _WHOLE))
     if wanted.is_integer is False:
-        result = intersect(result, concat(_SIGN, union(_not_whole(), concat(_MANTISSA, _exponents(_MIN_EXPONENT, 0)))))
+        result = intersect(result, concat(_SIGN, union(_not_whole(), concat(_MANTISSA, _exponents(high=0)))))
     for value in sorted(wanted.excluded):
         near = Fraction(0) if wanted.is_integer else _gap(value)
         result = intersect(result, complement(_texts_near(value, near)))
@@ -211,14 +212,17 @@ def _texts_near(value: Fraction, near: Fraction) -> Language:
         around = NumberRange(low=value - near, low_open=True, high=value + near, high_open=True)
     else:
         around = NumberRange(low=value, high=value)
-    return union(_side(around, negative=False), _side(around, negative=True))
+    return union(*(_side(around, negative=sign, any_digits=True) for sign in (False, True)))
 
 
 # ---- bounds ----------------------------------------------------------------------------------------
 
 
-def _side(wanted: NumberRange, *, negative: bool) -> Language:
-    """The numbers of one sign: their magnitudes between two bounds."""
+def _side(wanted: NumberRange, *, negative: bool, any_digits: bool = False) -> Language:
+    """The numbers of one sign: their magnitudes between two bounds.
+
+    any_digits: also those whose exponent follows digits that are out of bounds without it.
+    """
     low, low_open, high, high_open = wanted.low, wanted.low_open, wanted.high, wanted.high_open
     if negative:
         low, low_open, high, high_open = (
@@ -229,28 +233,18 @@ def _side(wanted: NumberRange, *, negative: bool) -> Language:
         )
     if high is not None and (high < 0 or (high == 0 and high_open)):
         return EMPTY
-    form = _NATURAL if wanted.is_integer else union(_PLAIN, _scientific(None, None, small=True))
+    plain = _NATURAL if wanted.is_integer else _PLAIN
+    scientific = EMPTY if wanted.is_integer else _scientific()
     if low is not None and (low > 0 or (low == 0 and low_open)):
-        form = intersect(form, _at_least(low, strictly=low_open, scientific=not wanted.is_integer))
+        plain = intersect(plain, complement(_plain_at_most(low, strictly=not low_open)))
+        scientific = intersect(scientific, _scientific(low, strictly=low_open))
     if high is not None:
-        form = intersect(form, _at_most(high, strictly=high_open))
+        plain = intersect(plain, _plain_at_most(high, strictly=high_open))
+        scientific = intersect(scientific, complement(_scientific(high, strictly=not high_open)))
+    if not any_digits:
+        scientific = intersect(scientific, concat(intersect(_MANTISSA, plain), _exponents()))
+    form = union(plain, scientific)
     return concat(_MINUS, form) if negative else form
-
-
-def _at_least(bound: Fraction, *, strictly: bool, scientific: bool) -> Language:
-    """Magnitudes of at least `bound` >= 0."""
-    plain = complement(_plain_at_most(bound, strictly=not strictly))
-    sci = _scientific(bound, strictly, small=True) if scientific else EMPTY
-    return union(intersect(_PLAIN, plain), sci)
-
-
-def _at_most(bound: Fraction, *, strictly: bool) -> Language:
-    """Magnitudes of at most `bound` >= 0."""
-    sci = _scientific(None, None, small=True)
-    return union(
-        _plain_at_most(bound, strictly=strictly),
-        intersect(sci, complement(_scientific(bound, not strictly, small=True))),
-    )
 
 
 def _plain_at_most(bound: Fraction, *, strictly: bool) -> Language:
@@ -284,23 +278,19 @@ def _fraction_at_most(fraction: str, *, strictly: bool) -> Language:
     return union(*parts)
 
 
-def _scientific(bound: Fraction | None, strictly: bool | None, *, small: bool) -> Language:
-    """Magnitudes with an exponent, as floats are printed; those >= `bound` (or >), where there is one.
-
-    small: whether negative exponents, which never give a whole number, belong to it.
-    """
-    lowest = _MIN_EXPONENT if small else _LARGE_EXPONENT
-    if bound is None or bound == 0:
-        return concat(_MANTISSA, _exponents(lowest, _MAX_EXPONENT))
+def _scientific(bound: Fraction = Fraction(0), *, strictly: bool = False) -> Language:
+    """Magnitudes with an exponent, as floats are printed, of at least `bound` >= 0, or above it."""
+    if bound == 0:
+        return concat(_MANTISSA, _exponents())
     exponent = len(str(int(bound))) - 1 if bound >= 1 else 0
     while bound < Fraction(10) ** exponent:
         exponent -= 1
-    above = concat(_MANTISSA, _exponents(max(lowest, exponent + 1), _MAX_EXPONENT))
+    above = concat(_MANTISSA, _exponents(low=exponent + 1))
     enough = intersect(_MANTISSA, complement(_plain_at_most(bound / Fraction(10) ** exponent, strictly=not strictly)))
-    return union(above, concat(enough, _exponents(max(lowest, exponent), exponent)))
+    return union(above, concat(enough, _exponents(low=exponent, high=exponent)))
 
 
-def _exponents(low: int, high: int) -> Language:
+def _exponents(*, low: int = _MIN_EXPONENT, high: int = _MAX_EXPONENT) -> Language:
     """`e+16` and the like, for the exponents of floats between `low` and `high`."""
     numbers = [
         n

@@ -1,6 +1,6 @@
 """Regular expressions to languages.
 
-Owns the syntax: what ECMA 262, Python and Rust agree on. `\\d`, `\\w` and `\\s` are ASCII classes (`\\s` in a schema also
+Owns the syntax: what ECMA 262, Python and Rust agree on; what they read differently (`a{,2}`) is refused. `\\d`, `\\w` and `\\s` are ASCII classes (`\\s` in a schema also
 holds Unicode's spaces, as ECMA says). Anchors and lookaheads become language algebra: a lookahead restricts whatever
 comes after it. What has no such meaning (`\\b`, back references, lookbehind, an anchor inside a loop) is refused by name.
 """
@@ -260,6 +260,12 @@ class _Parser:
         start, end = self._at, self._text.find("}", self._at)
         low, comma, high = self._text[start + 1 : end].partition(",") if end > 0 else ("", "", "")
         if not low.isdecimal() or not low.isascii() or (high and not (high.isdecimal() and high.isascii())):
+            if end > 0 and not self._text[start + 1 : end].strip("0123456789, ") and end > start + 1:
+                raise self._error(
+                    f"{self._text[start : end + 1]} is a repetition in some dialects and literal text in others; "
+                    "write both bounds without spaces, as in {0,2}, or \\{ for the brace itself",
+                    start,
+                )
             return None  # a literal brace
         self._at = end + 1
         least, most = int(low), (int(high) if high else None) if comma else int(low)
@@ -275,6 +281,8 @@ class _Parser:
             return self._group()
         if char == "[":
             return self._class()
+        if char == "{" and self._quantifier() is not None:
+            raise self._error("nothing to repeat")
         self._at += 1
         if char == "^":
             return _Mark.START

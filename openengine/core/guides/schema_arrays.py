@@ -145,8 +145,10 @@ class ArrayMachine:
                 found.extend(Value.of(value) for value in listed)
             else:
                 raise unsupported(
-                    *self._where, "items can be compared only where they are drawn from a short list of values"
+                    *self._where,
+                    "items can be compared only where they are drawn from a short list of values; give them an enum "
+                    "(in pydantic: a set of an Enum or a Literal), or drop it (in pydantic: list in place of set)",
                 )
         if len(found) > _MAX_VALUES:
-            raise unsupported(*self._where, f"items can be compared only among at most {_MAX_VALUES} values")
+            raise unsupported(*self._where, f"items can be compared only among at most {_MAX_VALUES} values; list fewer, or drop it")
         return found

@@ -50,6 +50,7 @@ _BLOCK = 32
 _MAX_COUNTED = 10_000
 _MAX_NESTED = 200
 _MAX_STEP_DIGITS = 9
+_NOTES = ("$comment", "$defs", "$id", "$schema", "default", "definitions", "description", "examples", "title")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +70,19 @@ def add_schema(grammar: Grammar, content: Any, work: Work) -> SchemaRules:
     goal = solver.goal((solver.document.root, True))
     writer = _Writer(grammar, solver, _Productive(solver, goal))
     if not writer.productive.has(goal):
-        keywords = [key for key in content if not key.startswith("$")] if isinstance(content, dict) else []
-        raise InvalidArgument(
-            f"no value meets the JSON schema at #: its keywords ({', '.join(keywords):.200}) contradict each other",
-            details={"pointer": "", "keyword": next(iter(keywords), "false")},
-        )
+        raise _no_value(content)
     kinds = frozenset(shape.kind for shape in solver.shapes(goal) if writer.productive.shape_is(shape))
     return SchemaRules(writer.write(goal), kinds)
+
+
+def _no_value(content: dict[str, Any] | bool) -> InvalidArgument:
+    if content is False:
+        keyword, why = "false", "it is false, which allows nothing; the schema of any value is true"
+    else:
+        keywords = [key for key in content if key not in _NOTES]
+        keyword = keywords[0]
+        why = f"together its keywords ({', '.join(keywords):.200}) allow nothing; loosen one, or what it refers to"
+    return InvalidArgument(f"no value meets the JSON schema at #: {why}", details={"pointer": "", "keyword": keyword})
 
 
 class _Productive:

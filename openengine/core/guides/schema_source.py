@@ -270,6 +270,14 @@ def _check_keywords(schema: Schema) -> None:
             else:
                 _check_is_schema(inner, f"{schema.at(keyword)}/{name}", keyword)
     _check_scalars(schema)
+    wanted = content.get("type")
+    if content.get("nullable") is True and "null" not in (wanted if isinstance(wanted, list) else [wanted]):
+        raise unsupported(
+            schema.at("nullable"),
+            "nullable",
+            "it is OpenAPI's, and JSON Schema does not know it; write "
+            + (f'"type": ["{wanted}", "null"]' if isinstance(wanted, str) else 'anyOf with {"type": "null"}'),
+        )
 
 
 def _check_scalars(schema: Schema) -> None:
