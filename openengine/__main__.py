@@ -118,7 +118,9 @@ def _run(args: argparse.Namespace) -> int:
     options = {"max_tokens": max_tokens, "temperature": args.temperature, "seed": args.seed}
     options |= {"json_schema": schema, "regex": args.regex}
     options = {name: value for name, value in options.items() if value is not None}
-    with Engine(model, device=args.device, dtype=args.dtype, quantization=args.quantization, progress=progress) as engine:
+    with Engine(
+        model, device=args.device, dtype=args.dtype, quantization=args.quantization, progress=progress
+    ) as engine:
         if args.file is not None:
             return _run_file(engine, args, prompts, options, progress)
         if args.json:

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from openengine.core.sequence import SequenceGroup
 from openengine.errors import InvalidArgument, OpenEngineError, Overloaded
 from openengine.handle import Handle
-from openengine.progress import progress_bar
+from openengine.progress import check_progress, progress_bar
 from openengine.types import GenerationResult
 
 __all__ = ["aadmit", "arun_batch", "cancel_and_wait", "check_on_error", "failed", "named_item", "run_batch"]
@@ -29,6 +29,7 @@ def run_batch(
     admit: Admit, items: list[SequenceGroup | GenerationResult], *, window: int, on_error: str, progress: bool | None
 ) -> Iterator[tuple[int, GenerationResult]]:
     """Yield (index, result) as items finish; one that is a result already is yielded as it is."""
+    check_progress(progress)
     finished = _Finished()
     pending: dict[int, Handle] = {}
     position = 0

@@ -25,7 +25,7 @@ from openengine.ops.attention import AttentionBackend, select_backend
 from openengine.ops.encoder_attention import EncoderAttention, select_encoder_attention
 from openengine.ops.kv_cache import KvCache, KvSpec
 from openengine.ops.linear import preferred_dtype
-from openengine.progress import progress_bar
+from openengine.progress import check_progress, progress_bar
 
 __all__ = ["LoadedModel", "attributes", "load", "start_line"]
 
@@ -56,6 +56,7 @@ class LoadedModel:
 
 def load(config: EngineConfig, progress: bool | None) -> LoadedModel:
     """Read a checkpoint; tokenizer and digest are computed beside the weights."""
+    check_progress(progress)
     started = time.monotonic()
     checkpoint = open_checkpoint(config.model_path, progress=bool(progress))
     device = _device(config.device)

@@ -6,7 +6,15 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["progress_bar"]
+from openengine.errors import InvalidArgument
+
+__all__ = ["check_progress", "progress_bar"]
+
+
+def check_progress(progress: object) -> None:
+    """Raises InvalidArgument unless it is True, False or None."""
+    if progress is not None and not isinstance(progress, bool):
+        raise InvalidArgument(f"progress must be True, False or None, not {progress!r:.80}")
 
 
 @contextmanager
@@ -14,6 +22,7 @@ def progress_bar(
     progress: bool | None, *, desc: str, unit: str, total: int | None = None
 ) -> Iterator[Callable[[int, int], None]]:
     """A function `(done, total)` that moves a bar. `progress=None` shows it in notebooks and terminals only."""
+    check_progress(progress)
     if progress is None:
         progress = "ipykernel" in sys.modules or sys.stderr.isatty()
     if not progress:

@@ -24,7 +24,7 @@ from openengine.core.sequence import SequenceGroup
 from openengine.core.task_admission import PreparedTask, Response, TaskPreparer
 from openengine.errors import InvalidArgument
 from openengine.handle import Handle
-from openengine.progress import progress_bar
+from openengine.progress import check_progress, progress_bar
 from openengine.task_options import build_classify, build_embed, build_score
 from openengine.task_types import (
     ClassificationOutput,
@@ -116,6 +116,7 @@ class Tasks:
 
     def run(self, admit: Admit, call: Call, progress: bool | None) -> Result:
         """Run a call; an interrupt cancels its requests and nothing else."""
+        check_progress(progress)
         total, values, usages = len(call.prepared.items), [], []
         progress = progress if len(call.parts) > 1 else False
         with (

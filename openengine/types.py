@@ -818,6 +818,11 @@ def validate_request(request: GenerateRequest) -> None:
     _check_items("media", request.media, MediaItem)
     if not isinstance(request.metadata, Mapping):
         raise InvalidArgument(f"metadata must be a mapping of texts, not {request.metadata!r:.80}")
+    for item in request.metadata.items():
+        if None in item:
+            raise InvalidArgument(f"metadata must be a mapping of texts; it has {item!r:.80}")
+        for text in item:
+            _check_text("metadata: a key or value", text)
 
 
 def _validate_sampling(sampling: SamplingParams) -> None:

@@ -225,7 +225,9 @@ def test_a_text_cut_by_the_limit_says_so_on_stderr(smollm2, capsys):
 
 @pytest.mark.parametrize("given", ["file", "text"])
 def test_a_schema_as_file_or_text_holds_the_output_to_it(smollm2, tmp_path, capsys, given):
-    schema = '{"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": false}'
+    schema = (
+        '{"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": false}'
+    )
     (tmp_path / "schema.json").write_text(schema)
     value = schema if given == "text" else str(tmp_path / "schema.json")
     assert main(["A number: ", "--model", str(smollm2), "--json-schema", value, "--quiet"]) == 0

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import pickle
 import re
 import sys
 import threading
 import time
+import typing
 from pathlib import Path
 
 import numpy as np
@@ -171,9 +173,16 @@ def test_a_stop_text_ends_an_output_also_within_forced_tokens(engine):
 
 def test_a_guide_that_stop_ids_make_impossible_fails_its_own_request_only(engine):
     other = engine.submit(ids("x"), max_tokens=30, seed=2)
-    with pytest.raises(Exception, match="stop token ids leave no token"):
-        engine.generate(ids("x"), regex="y+", stop_token_ids=[ord("y")])
+    with pytest.raises(InvalidArgument, match="stop token ids leave no token after 1 tokens"):
+        engine.generate(ids("x"), regex="[xz]y+", stop_token_ids=[ord("y")])
     assert len(other.result().token_ids) > 0 and engine.health().state == "ready"
+
+
+@pytest.mark.parametrize("options", [{}, {"min_tokens": 3}, {"ignore_eos": True}], ids=str)
+def test_a_guide_that_stop_ids_never_let_begin_is_refused_before_acceptance(engine, options):
+    with pytest.raises(InvalidArgument, match="leave no token to begin with"):
+        engine.submit(ids("x"), regex="[yz]+", stop_token_ids=list(b"yz"), **options)
+    assert engine.generate(ids("x"), regex="[yz]*", stop_token_ids=list(b"yz"), temperature=0).text == ""
 
 
 def test_gde_11_length_says_what_was_cut(engine):
@@ -222,6 +231,75 @@ def test_a_pydantic_class_is_a_schema_and_parsed_its_instance(engine):
     assert isinstance(result.parsed, Person) and result.parsed.model_dump() == json.loads(result.text)
     guide = engine.compile_guide(json_schema=Person)
     assert isinstance(engine.generate(ids("x"), guided=guide, seed=5).parsed, Person)
+
+
+def test_a_value_that_the_class_refuses_is_a_typed_error_and_no_value_in_a_row(engine):
+    pydantic = pytest.importorskip("pydantic")
+
+    class Odd(pydantic.BaseModel, extra="forbid"):
+        n: int = pydantic.Field(ge=0, le=9)
+
+        @pydantic.field_validator("n")
+        @classmethod
+        def refuse(cls, value: int) -> int:
+            raise ([ValueError, KeyError][value % 2])("never")
+
+    for seed in range(4):
+        result = engine.generate(ids("x"), json_schema=Odd, seed=seed)
+        with pytest.raises(PreconditionFailed, match="(?s)the class refuses it.*never") as caught:
+            result.parsed
+        assert not isinstance(caught.value, IncompleteOutput) and caught.value.__cause__ is not None
+        assert result.to_dict()["parsed"] is None and result.to_dict()["text"] == result.text
+
+
+def test_a_structural_tag_is_a_dict_or_its_text(engine):
+    tag = {"type": "structural_tag", "format": {"type": "regex", "pattern": "[ab]{3}"}}
+    assert engine.compile_guide(structural_tag=tag).accepts("aba")
+    assert engine.compile_guide(structural_tag=json.dumps(tag)).accepts("aba")
+    with pytest.raises(InvalidArgument, match="structural_tag is no JSON"):
+        engine.compile_guide(structural_tag={"type": {1}})
+    with pytest.raises(InvalidArgument, match="json.dumps"):
+        engine.compile_guide(GuidedDecoding(structural_tag=tag))
+
+
+def test_types_that_are_no_schema_are_refused_with_what_makes_one_of_them(engine):
+    pydantic = pytest.importorskip("pydantic")
+
+    @dataclasses.dataclass
+    class Point:
+        x: int
+
+    class Row(typing.TypedDict):
+        x: int
+
+    class Model(pydantic.BaseModel):
+        x: int
+
+    for wrong, fix in (
+        (Point, "TypeAdapter"),
+        (Row, "TypeAdapter"),
+        (list[Point], "RootModel"),
+        (Model(x=1), "class Model"),
+    ):
+        with pytest.raises(InvalidArgument, match=fix):
+            engine.compile_guide(json_schema=wrong)
+    assert engine.compile_guide(json_schema=pydantic.TypeAdapter(list[Point]).json_schema()).accepts('[{"x":1}]')
+
+
+def test_what_is_no_guide_is_refused_with_the_keywords(engine):
+    for wrong in ({"type": "object"}, "abc", 5):
+        for call in (engine.compile_guide, lambda **options: engine.generate(ids("x"), **options)):
+            with pytest.raises(InvalidArgument, match=r"compile_guide.*json_schema, regex"):
+                call(guided=wrong)
+        with pytest.raises(InvalidArgument, match="compile_guide"):
+            engine.generate(GenerateRequest(token_ids=ids("x"), guided=wrong))
+
+
+def test_a_guide_is_shown_in_short(engine):
+    guide = engine.compile_guide(json_schema={"enum": ["x" * 50 + str(index) for index in range(50)]})
+    assert repr(guide).startswith("CompiledGuide(json_schema='{") and len(repr(guide)) < 120
+    assert repr(GuidedDecoding(regex="a+")) == "GuidedDecoding(regex='a+')"
+    assert len(repr(engine.compile_guide(choice=[f"choice {index}" for index in range(99)]))) < 120
 
 
 def test_a_schema_is_a_dict_or_its_text(engine):

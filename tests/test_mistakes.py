@@ -223,3 +223,8 @@ def test_12_out_of_kv_memory(tmp_path):
     )
     with Engine(path, num_kv_blocks=8) as engine:  # the checkpoint is a good one
         assert len(engine.generate("abc", temperature=0, max_tokens=3).token_ids) == 3
+
+
+def test_choices_for_each_prompt_are_told_the_batch_that_has_them(engine):
+    fails(InvalidArgument, "choice must be a list of texts", "GenerateRequest(prompt=…, guided=engine.compile_guide(",
+          call=lambda: engine.generate(["a", "b"], choice=[["x"], ["y"]]))  # fmt: skip

@@ -408,6 +408,14 @@ def test_labels_may_be_named_by_their_text(models):
         (lambda e: e.embed("a", normalize="yes"), "normalize"),
         (lambda e: e.embed("a", priority=2**31), "priority"),
         (lambda e: e.embed("a", lora_name="x"), "lora_name"),
+        (lambda e: e.embed("a", lora_name=0), "lora_name"),
+        (lambda e: e.embed("a", metadata={"a": 5}), "metadata"),
+        (lambda e: e.embed("a", metadata={5: "a"}), "metadata"),
+        (lambda e: e.embed("a", progress="x"), "progress must be True, False or None"),
+        (lambda e: e.embed("a", prompt=5), "prompt must be a text"),
+        (lambda e: e.embed("a", prompt_name=["a"]), "prompt_name must be a text"),
+        (lambda e: e.embed(EmbedRequest(inputs=(TaskInput(item_id="\ud800", text="x"),))), "surrogate"),
+        (lambda e: e.embed(EmbedRequest(inputs=(TaskInput(item_id="a", token_ids="abc"),))), "token_ids must be"),
         (lambda e: e.embed([[1, VOCAB_SIZE]]), "vocabulary"),
         (lambda e: e.embed([[]]), "no token ids"),
         (lambda e: e.embed("\ud800"), "surrogate"),
@@ -763,3 +771,16 @@ def test_the_contracts_requests_give_its_responses(models):
     assert response[0].labels == tuple(LABELS.values())
     scored = engine_of(models, "causal").score(score_request(["a", "b"], request_id="mine"))
     assert scored.request_id == "mine" and scored.groups[0].candidates[1].candidate_id == "c1"
+
+
+@pytest.mark.parametrize("call", ["embed", "classify"])
+def test_what_is_no_input_is_told_what_an_input_is(models, call):
+    engine = engine_of(models, "embedding" if call == "embed" else "classifier")
+    for value in (None, 7, b"text", {"text": "x"}):
+        with pytest.raises(InvalidArgument, match="an input is a str, a list of token ids or a TaskInput, not"):
+            getattr(engine, call)(value)
+
+
+def test_a_chat_with_a_model_that_does_not_generate_is_refused_for_that_and_not_for_its_template(models):
+    with pytest.raises(UnsupportedTask, match="does not generate text; it can embed"):
+        engine_of(models, "embedding").chat([{"role": "user", "content": "Hi"}])

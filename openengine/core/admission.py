@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from openengine.core.guided import GuideCompiler, NoGuides
+from openengine.core.guided import CompiledGuide, GuideCompiler, NoGuides
 from openengine.core.output import OutputStream
 from openengine.core.sequence import SequenceGroup
 from openengine.core.tokenizer import Tokenizer
@@ -194,6 +194,8 @@ class RequestPreparer:
             # A token that is not drawn has no logprob.
             jumps_ahead=self._jump_ahead and guide is not None and not response.return_output_logprobs,
         )
+        if guide is not None and group.stop_token_ids:
+            _check_leaves_token(guide, group)
         for seq in group.sequences:
             seq.stream = OutputStream(
                 self._tokenizer.detokenizer(prompt_ids),
@@ -379,6 +381,16 @@ def _refuse_unsupported(request: GenerateRequest) -> None:
         raise UnsupportedTask(f"lora_name {request.lora_name!r}: this engine serves no LoRA adapters; leave it out")
     if request.media:
         raise UnsupportedFeature(f"{len(request.media)} media items: the model takes text only; leave them out")
+
+
+def _check_leaves_token(guide: CompiledGuide, group: SequenceGroup) -> None:
+    stopping = group.stopping
+    state = guide.start(stop_token_ids=group.stop_token_ids, ignore_eos=bool(stopping.ignore_eos))
+    if not guide.leaves_token(state, min_tokens_left=bool(stopping.min_tokens)):
+        raise InvalidArgument(
+            "the guide and the stop token ids leave no token to begin with: all that the guide allows end the output, which it "
+            "does not allow yet; take those out of stop_token_ids"
+        )
 
 
 def _caller_level() -> int:

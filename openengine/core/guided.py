@@ -19,7 +19,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import fields
 from typing import Any, NoReturn
 
@@ -42,7 +42,8 @@ from openengine.core.guides.schema_grammar import add_schema
 from openengine.core.guides.schema_source import parse_json
 from openengine.core.guides.structural_tag import add_structural_tag
 from openengine.core.guides.work import CompileTimeout, Work
-from openengine.errors import InternalError, InvalidArgument, PreconditionFailed, UnsupportedFeature
+from openengine.core.guides.workers import Workers
+from openengine.errors import InternalError, InvalidArgument, OpenEngineError, PreconditionFailed, UnsupportedFeature
 from openengine.types import GuidedDecoding, GuidedDecodingMode
 
 __all__ = ["CompiledGuide", "GuideCompiler", "GuideState", "NoGuides", "guide_compiler"]
@@ -50,8 +51,6 @@ __all__ = ["CompiledGuide", "GuideCompiler", "GuideState", "NoGuides", "guide_co
 _BACKEND = "llguidance"
 
 _MAX_CACHED = 256
-_STACK_BYTES = 64 << 20
-_stack_size_lock = threading.Lock()  # the size is the process's, so whoever changes it for a moment takes turns
 _NUM_WORKERS = 2
 _BYTES_PER_SOURCE_BYTE = 8  # how much longer than its guide a grammar may be, beyond the first megabyte
 _LEAST_GRAMMAR_BYTES = 1 << 20
@@ -119,7 +118,7 @@ class GuideCompiler:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._futures: OrderedDict[GuidedDecoding, Future[CompiledGuide]] = OrderedDict()
-        self._workers = ThreadPoolExecutor(_NUM_WORKERS, thread_name_prefix="openengine-guide")
+        self._workers = Workers(_NUM_WORKERS, name="openengine-guide")
         self._backend_lock = threading.Lock()
         self._backend: Backend | None = None
 
@@ -127,7 +126,8 @@ class GuideCompiler:
         """Compile in a worker thread; the same guide is compiled once. The future raises as `compile` does.
 
         Raises: InvalidArgument when the guide is malformed on its face, or compiled by another engine; UnsupportedFeature
-        when llguidance is missing; PreconditionFailed when the compiler is closed.
+        when llguidance is missing; PreconditionFailed when the compiler is closed; Overloaded while too many guides that
+        took too long still go on.
         """
         self._check_process()
         if isinstance(guide, CompiledGuide):
@@ -143,7 +143,7 @@ class GuideCompiler:
             shared = self._futures.get(guide)
             is_new = shared is None
             if is_new:
-                shared = self._futures[guide] = self.in_worker(self._compile, guide, kind)
+                shared = self._futures[guide] = self._workers.submit(self._compile, guide, kind)
                 while len(self._futures) > _MAX_CACHED:
                     self._futures.popitem(last=False)
             self._futures.move_to_end(guide)
@@ -162,22 +162,28 @@ class GuideCompiler:
         return self.submit(guide).result()
 
     def close(self) -> None:
-        """Stop the workers once they finish what they are at; what waits is cancelled. Idempotent."""
-        self._workers.shutdown(wait=False, cancel_futures=True)
+        """Refuse all guides that are not compiled yet; waits for none of them. Idempotent."""
+        self._workers.close()
         with self._lock:
             self._futures.clear()
 
-    def in_worker(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Run in a worker thread, whose stack is large: the backend follows a grammar's references by recursion."""
+    def in_worker(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call in a worker thread, which has the stack that the backend needs; within the time of a guide.
+
+        Raises InvalidArgument beyond it.
+        """
+
+        def call() -> Any:
+            with self._workers.time_limit(self._timeout_s, self._too_long("guide")):
+                return function(*args)
+
         self._check_process()
-        with _stack_size_lock:
-            usual = threading.stack_size(_STACK_BYTES)
-            try:
-                return self._workers.submit(function, *args)
-            except RuntimeError:
-                raise PreconditionFailed("the engine is closed; create a new Engine") from None
-            finally:
-                threading.stack_size(usual)
+        return self._workers.submit(call).result()
+
+    def _too_long(self, what: str) -> InvalidArgument:
+        return InvalidArgument(
+            f"the {what} takes longer than guide_timeout_s {self._timeout_s:g} to compile; simplify it or raise the limit"
+        )
 
     def _check_process(self) -> None:
         # A fork copies neither the workers nor the state of the locks.
@@ -201,6 +207,18 @@ class GuideCompiler:
 
     def _compile(self, guide: GuidedDecoding, kind: str) -> CompiledGuide:
         backend = self._shared_backend()  # made once, and not of this guide's time
+        too_long = self._too_long(f"{kind.replace('_', ' ')} guide")
+        with self._workers.time_limit(self._timeout_s, too_long):
+            try:
+                return self._compile_with(backend, guide, kind)
+            except CompileTimeout:
+                raise too_long from None
+            except OpenEngineError:
+                raise
+            except Exception as exc:
+                raise InternalError(f"compiling the {kind.replace('_', ' ')} guide failed: {exc!r:.200}") from exc
+
+    def _compile_with(self, backend: Backend, guide: GuidedDecoding, kind: str) -> CompiledGuide:
         work = Work(self._timeout_s)
         source = _only_guide(guide)[1]
         grammar = Grammar(max_bytes=_LEAST_GRAMMAR_BYTES + _BYTES_PER_SOURCE_BYTE * len(source))
@@ -210,13 +228,10 @@ class GuideCompiler:
             compiled = CompiledGuide(guide, self, backend, text)
             if work.remaining_s < 0:
                 raise CompileTimeout
-        except CompileTimeout:
-            raise InvalidArgument(
-                f"the {what} guide takes longer than guide_timeout_s {self._timeout_s:g} to compile; simplify it or raise the limit"
-            ) from None
         except (GrammarTooLarge, TooComplex, RecursionError, MemoryError):
             raise InvalidArgument(
-                f"the {what} guide is too complex: it is nested too deeply or has too many alternatives"
+                f"the {what} guide is too complex: it is nested too deeply, has too many alternatives, asks for too many "
+                "patterns or lookaheads at once, or repeats large repetitions"
             ) from None
         except BackendRefused as exc:
             raise InvalidArgument(f"the {what} guide cannot be compiled: {exc}") from None
@@ -285,7 +300,7 @@ class CompiledGuide(GuidedDecoding):
         except UnicodeEncodeError:
             return None  # a lone surrogate, which no output holds
         if self._judge is None:
-            self._set("_judge", self.compiler.in_worker(self._backend.byte_matcher, self._grammar).result())
+            self._set("_judge", self.compiler.in_worker(self._backend.byte_matcher, self._grammar))
         matcher = self._judge.deep_copy()
         taken = matcher.validate_tokens(data)
         if taken == len(data):
@@ -315,16 +330,43 @@ class CompiledGuide(GuidedDecoding):
             state.accept(token)
         return state
 
+    def check_stop_token_ids(self, stop_token_ids: Iterable[int]) -> None:
+        """Raise InvalidArgument if these ids, which end the output, leave the guide no token to begin with."""
+        state = self.start(stop_token_ids=stop_token_ids)
+        mask = np.empty((1, -(-self.compiler.vocab_size // 32)), np.int32)
+        self.compiler.fill_masks([state], mask)
+        if state.error is not None:
+            raise InvalidArgument(f"the guide cannot be followed: {state.error}")
+
+    def leaves_token(self, state: GuideState, *, min_tokens_left: bool = False) -> bool:
+        """Whether any token may be drawn in `state`. `min_tokens_left`: no end may be, unless the guide is complete."""
+        row = np.empty((1, -(-self.compiler.vocab_size // 32)), np.int32)
+        (is_complete,) = self.compiler.fill_masks([state], row)
+        if min_tokens_left and not is_complete:
+            state.forbid_ends(row[0])
+        return bool(np.unpackbits(row.view(np.uint8), count=self.compiler.vocab_size, bitorder="little").any())
+
 
 class GuideState:
     """One sequence under its guide. Owned by the loop thread.
 
-    error: why the guide can no longer be followed; None while all is well.
+    error: why the guide can no longer be followed; None while all is well.  is_blocked: that is so because the stop token
+    ids of the request are all that the guide allows, where it may not end.
     forced: the tokens that must come next, whatever the logits, in reverse; usually none. While there are any, the first
     of them is the only legal token.
     """
 
-    __slots__ = ("_ends", "_eos_token_ids", "_held_eos", "_stop_token_ids", "error", "forced", "matcher")
+    __slots__ = (
+        "_all_ends",
+        "_ends",
+        "_eos_token_ids",
+        "_held_eos",
+        "_stop_token_ids",
+        "error",
+        "forced",
+        "is_blocked",
+        "matcher",
+    )
 
     def __init__(
         self,
@@ -340,6 +382,8 @@ class GuideState:
         self._eos_token_ids = eos_token_ids
         self._stop_token_ids = frozenset(token for token in stop_token_ids if token < vocab_size) - eos_token_ids
         self._ends = _Bits(self._stop_token_ids)
+        self._all_ends = _Bits(self._stop_token_ids | eos_token_ids)
+        self.is_blocked = False
         self._held_eos = _Bits(eos_token_ids) if ignore_eos else None
         self.forced = self._find_forced()
 
@@ -384,8 +428,12 @@ class GuideState:
         twin.matcher, twin.forced = self.matcher.deep_copy(), self.forced.copy()
         return twin
 
+    def forbid_ends(self, row: np.ndarray) -> None:
+        """Take EOS and the stop ids out of a mask row i32[ceil(V / 32)]."""
+        _Bits(self._eos_token_ids | self._stop_token_ids).clear_in(row)
+
     def finish_mask(self, row: np.ndarray) -> bool:
-        """Put forced tokens and ends right in a mask row i32[ceil(V / 32)]; returns `is_complete`."""
+        """Put forced tokens and ends right in a mask row i32[ceil(V / 32)]; returns whether only ends are left in it."""
         if self.matcher.is_error():
             self.error = first_line(self.matcher.get_error())
             row[:] = 0
@@ -395,11 +443,15 @@ class GuideState:
             _Bits(self.forced[-1:]).set_in(row)
             return False
         may_end = self.may_end
-        is_complete = may_end and self.matcher.is_stopped()
+        # Not `is_complete`: the matcher may learn only from a next token that there is none.
+        is_complete = may_end and not self._all_ends.others_in(row)
         if may_end:
             self._ends.set_in(row)
-        else:
+        elif self._stop_token_ids:
             self._ends.clear_in(row)
+            if not row.any():
+                self.is_blocked = True
+                self.error = "the request's stop_token_ids are all that it allows before it is complete; take some out"
         if self._held_eos is not None and not is_complete:
             self._held_eos.clear_in(row)
         return is_complete
@@ -420,6 +472,12 @@ class _Bits:
     def set_in(self, row: np.ndarray) -> None:
         if len(self._words):
             row[self._words] |= self._bits
+
+    def others_in(self, row: np.ndarray) -> bool:
+        """Whether `row` holds any other token."""
+        own = row[self._words]
+        held = np.count_nonzero(row) - np.count_nonzero(own)
+        return bool(held or (own & ~self._bits).any())
 
     def clear_in(self, row: np.ndarray) -> None:
         if len(self._words):
@@ -502,7 +560,7 @@ def _chain(source: Future[CompiledGuide], target: Future[CompiledGuide]) -> None
         if not target.set_running_or_notify_cancel():
             return
         if done.cancelled():
-            target.set_exception(InternalError("the engine was closed before the guide was compiled"))
+            target.set_exception(PreconditionFailed("the engine is closed; create a new Engine"))
         elif (error := done.exception()) is not None:
             target.set_exception(error)
         else:

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from openengine.core.tokenizer_files import read_json_file
+from openengine.core.tokenizer_files import read_json_object
 from openengine.errors import InvalidArgument, UnsupportedFeature
 
 __all__ = ["JsonSettings"]
+
+_NO_LENGTH = 1 << 30
 
 
 class JsonSettings:
@@ -28,12 +30,7 @@ class JsonSettings:
     @classmethod
     def read(cls, path: Path, *, required: bool = True) -> JsonSettings:
         """The file's object; an empty one where an optional file is absent."""
-        if not required and not path.exists():
-            return cls(path, {})
-        values = read_json_file(path)
-        if not isinstance(values, dict):
-            raise InvalidArgument(f"{path} holds a {type(values).__name__}, expected a JSON object")
-        return cls(path, values)
+        return cls(path, read_json_object(path, required=required))
 
     def error(self, why: str) -> InvalidArgument:
         return InvalidArgument(f"{self.path}: {self._key}{why}")
@@ -49,6 +46,14 @@ class JsonSettings:
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
             raise self.error(f"{key} is {value!r:.80}, expected an integer of at least {low}")
         return value
+
+    def num_tokens(self, key: str) -> int | None:
+        """A length; a number beyond any model's, as tokenizers write it, stands for none."""
+        value = self.values.get(key)
+        if isinstance(value, (int, float)) and value >= _NO_LENGTH:
+            self.take(key)
+            return None
+        return self.count(key)
 
     def flag(self, key: str, default: bool | None) -> bool | None:
         value = self.take(key)

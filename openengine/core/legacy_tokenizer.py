@@ -16,7 +16,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from openengine.core.hf_tokenizer import HuggingFaceVocabulary
-from openengine.core.tokenizer_files import TokenizerFiles, read_json_file
+from openengine.core.tokenizer_files import TokenizerFiles, is_present, read_json_object
 from openengine.errors import InvalidArgument, UnsupportedFeature
 
 __all__ = ["find_legacy_files", "load_legacy"]
@@ -29,10 +29,10 @@ _WORDPIECE = {"bert": _BERT, "distilbert": _BERT, "electra": _BERT, "mpnet": _MP
 
 def find_legacy_files(directory: Path) -> tuple[Path, ...] | None:
     """The vocabulary's files, if the directory has them."""
-    if (directory / "vocab.txt").is_file():
+    if is_present(directory / "vocab.txt"):
         return (directory / "vocab.txt",)
     pair = (directory / "vocab.json", directory / "merges.txt")
-    return pair if all(path.is_file() for path in pair) else None
+    return pair if all(map(is_present, pair)) else None
 
 
 def load_legacy(files: TokenizerFiles) -> tuple[HuggingFaceVocabulary, dict[str, str]]:
@@ -68,8 +68,7 @@ def load_legacy(files: TokenizerFiles) -> tuple[HuggingFaceVocabulary, dict[str,
 def _kind(files: TokenizerFiles) -> str:
     name = files.config.get("tokenizer_class")
     if not name:
-        path = files.directory / "config.json"
-        return str(read_json_file(path).get("model_type")) if path.exists() else "None"
+        return str(read_json_object(files.directory / "config.json", required=False).get("model_type"))
     return str(name).removesuffix("Fast").removesuffix("Tokenizer").lower()
 
 

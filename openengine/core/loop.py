@@ -40,6 +40,7 @@ from openengine.errors import (
     Draining,
     DuplicateRequest,
     InternalError,
+    InvalidArgument,
     OpenEngineError,
     Overloaded,
     PreconditionFailed,
@@ -644,12 +645,20 @@ class EngineLoop:
         )
 
 
-def _why_no_token(seq: Sequence) -> InternalError:
+def _why_no_token(seq: Sequence) -> OpenEngineError:
     """Why no token could be drawn: the model's logits, or a guide that allows none."""
-    if seq.guide_state is not None and seq.guide_state.error is not None:
-        return InternalError(f"the guide cannot be followed any further: {seq.guide_state.error}")
-    also = "" if seq.guide_state is None else ", or its guide and its stop token ids leave no token"
-    return InternalError(f"the model returned logits that are not numbers (NaN){also}")
+    state, group = seq.guide_state, seq.group
+    if state is not None:
+        is_early = seq.num_output < (group.stopping.min_tokens or 0)
+        has_token = group.guide.leaves_token(state, min_tokens_left=is_early)
+        if state.error is not None:
+            return InternalError(f"the guide cannot be followed any further: {state.error}")
+        if not has_token:
+            return InvalidArgument(
+                f"the guide and the stop token ids leave no token after {seq.num_output} tokens: all that the guide allows end "
+                "the output, which it does not allow yet; take those out of stop_token_ids"
+            )
+    return InternalError("the model returned logits that are not numbers (NaN)")
 
 
 def _length_message(seq: Sequence, last: TokenInfo | None) -> str:

@@ -23,8 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from openengine.core.json_settings import JsonSettings
+from openengine.core.module_chain import read_module_chain
 from openengine.core.safetensors_reader import SafetensorsFile
-from openengine.core.tokenizer_files import read_json_file
+from openengine.core.tokenizer_files import is_present
 from openengine.errors import InvalidArgument, UnsupportedFeature
 
 __all__ = [
@@ -38,7 +39,7 @@ __all__ = [
 ]
 
 _SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
-# The names of classes of torch.nn.
+# The names of classes of torch.nn, and the modules that they are in.
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "GELU": F.gelu,
     "Identity": lambda x: x,
@@ -47,6 +48,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "Sigmoid": torch.sigmoid,
     "Tanh": torch.tanh,
 }
+_TORCH_MODULES = ("torch.nn", "torch.nn.modules.activation", "torch.nn.modules.linear")
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -144,7 +146,7 @@ def plain_score_spec(hf_config: Mapping[str, Any]) -> ScoreSpec:
     """
     nested = hf_config.get("sentence_transformers")
     path = nested.get("activation_fn") if isinstance(nested, Mapping) else None
-    path = path or hf_config.get("sbert_ce_default_activation_function")
+    path = hf_config.get("sbert_ce_default_activation_function") if path is None else path
     return ScoreSpec(activation=_score_activation(path, "config.json"))
 
 
@@ -156,9 +158,9 @@ def read_sentence_transformers(
     Raises: InvalidArgument naming the file that is damaged or contradicts the model; UnsupportedFeature naming the module
     or setting that is not implemented.
     """
-    if not (directory / "modules.json").exists():
+    if not is_present(directory / "modules.json"):
         return None
-    modules = _modules(directory)
+    modules = read_module_chain(directory)
     chain = [kind for kind, _ in modules]
     transformer = _transformer(directory, is_masked_lm=chain[0] == "MLMTransformer")
     folders = [folder for _, folder in modules]
@@ -174,41 +176,7 @@ def read_sentence_transformers(
     raise UnsupportedFeature(f"{directory / 'modules.json'}: the chain {' - '.join(chain)} is not implemented")
 
 
-# ---- the chain -----------------------------------------------------------------------------------
-
-_KNOWN = ("Dense", "Dropout", "LogitScore", "MLMTransformer", "Normalize", "Pooling", "SpladePooling", "Transformer")
-
-
-def _modules(directory: Path) -> list[tuple[str, Path]]:
-    """Kind and folder of each module, the transformer first; what changes nothing in use (Dropout) is left out."""
-    path = directory / "modules.json"
-    entries = read_json_file(path)
-    if not isinstance(entries, list) or not entries:
-        raise InvalidArgument(f"{path} holds no list of modules")
-    modules = []
-    for index, entry in enumerate(entries):
-        kind, folder = (entry.get("type"), entry.get("path")) if isinstance(entry, dict) else (None, None)
-        if not isinstance(kind, str) or not isinstance(folder, str):
-            raise InvalidArgument(f"{path}: entry {index} is {entry!r:.120}, expected an object with 'type' and 'path'")
-        package, _, name = kind.rpartition(".")
-        if name not in _KNOWN or package.split(".")[0] != "sentence_transformers":
-            raise UnsupportedFeature(
-                f"{path}: module {index} is a {kind}, which is not implemented; implemented are {', '.join(_KNOWN)} "
-                "of sentence_transformers"
-            )
-        if ".." in Path(folder).parts or Path(folder).is_absolute():
-            raise InvalidArgument(f"{path}: the path {folder!r} of module {index} leads out of the directory")
-        if (index == 0) != name.endswith("Transformer"):
-            raise UnsupportedFeature(
-                f"{path}: module {index} is a {name}; exactly the first one must be the transformer"
-            )
-        if index == 0 and folder:
-            raise UnsupportedFeature(
-                f"{path}: the transformer lies in {folder!r}; move its files beside modules.json and make its path empty"
-            )
-        if name != "Dropout":
-            modules.append((name, directory / folder))
-    return modules
+# ---- the transformer -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +198,14 @@ _TRANSFORMER_FILES = tuple(
     f"sentence_{name}_config.json"
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
-_TASKS = ("feature-extraction", "fill-mask", "sequence-classification", "text-generation")
+# What a transformer of each task gives: the model's output, and the library's name for it.
+_TASKS = {
+    "feature-extraction": ("last_hidden_state", "token_embeddings"),
+    "fill-mask": ("logits", "token_embeddings"),
+    "sequence-classification": ("logits", "scores"),
+    "text-generation": ("logits", "causal_logits"),
+}
+_REMARKS = ("__version__", "requirements")  # the packages that the model was made with, and that the library wants
 # Arguments that say how the model is held and run, not what it computes.
 _NEUTRAL_ARGUMENTS = frozenset(
     {
@@ -253,27 +228,29 @@ _NOT_RENDERED = frozenset({"max_length", "padding", "restore_suffix", "return_te
 
 
 def _transformer(directory: Path, *, is_masked_lm: bool) -> _Transformer:
-    name = next((name for name in _TRANSFORMER_FILES if (directory / name).exists()), _TRANSFORMER_FILES[0])
+    name = next((name for name in _TRANSFORMER_FILES if is_present(directory / name)), _TRANSFORMER_FILES[0])
     settings = JsonSettings.read(directory / name, required=False)
     main = JsonSettings.read(directory / "config_sentence_transformers.json", required=False)
-    task = settings.choice("transformer_task", _TASKS, "fill-mask" if is_masked_lm else "feature-extraction")
-    max_length = settings.count("max_seq_length")
+    for key in _REMARKS:
+        main.take(key)
+    usual = "sequence-classification" if main.text("model_type") == "CrossEncoder" else "feature-extraction"
+    task = settings.choice("transformer_task", tuple(_TASKS), "fill-mask" if is_masked_lm else usual)
+    max_length = settings.num_tokens("max_seq_length")
     lower_case = settings.flag("do_lower_case", False)
-    for key in ("module_output_name", "unpad_inputs"):
-        settings.take(key)
+    settings.flag("unpad_inputs", None)
     for key in ("query_length", "document_length", "query_expansion", "tokenizer_name_or_path"):
         settings.refuse(key)
     arguments = [settings.mapping(f"{what}_{suffix}") for what in ("model", "config") for suffix in ("args", "kwargs")]
     arguments += (tokenizer_arguments := [settings.mapping("tokenizer_args"), settings.mapping("processor_kwargs")])
     for values in tokenizer_arguments:
-        max_length = max_length or values.count("model_max_length")
+        given = values.num_tokens("model_max_length")
+        max_length = max_length or given
     for values in arguments:
         values.refuse_others(but=_NEUTRAL_ARGUMENTS)
-    modalities = settings.mapping("modality_config")
-    message = modalities.values.get("message")
+    message_format = _message_format(settings, task)
     processing = settings.mapping("processing_kwargs")
     text, template = processing.mapping("text"), processing.mapping("chat_template")
-    max_length = text.count("max_length") or max_length
+    max_length = text.num_tokens("max_length") or max_length
     for values in (text, processing.mapping("common")):
         values.refuse_others(but=_NOT_RENDERED | {"logits_to_keep"})
     processing.refuse_others()
@@ -282,12 +259,15 @@ def _transformer(directory: Path, *, is_masked_lm: bool) -> _Transformer:
     default_prompt = main.text("default_prompt_name")
     if default_prompt is not None and default_prompt not in prompts:
         raise main.error(f"default_prompt_name is {default_prompt!r}, and prompts has {', '.join(prompts) or 'none'}")
+    tokenizer_length = JsonSettings.read(directory / "tokenizer_config.json", required=False).num_tokens(
+        "model_max_length"
+    )
     return _Transformer(
         task=task,
-        max_length=max_length or _tokenizer_length(directory),
+        max_length=max_length or tokenizer_length,
         lower_case=lower_case,
-        uses_chat_template=message is not None,
-        is_structured=isinstance(message, dict) and message.get("format") == "structured",
+        uses_chat_template=message_format is not None,
+        is_structured=message_format == "structured",
         template_options={key: value for key, value in template.values.items() if key not in _NOT_RENDERED},
         prompts=prompts,
         default_prompt=default_prompt,
@@ -301,11 +281,23 @@ def _prompt(main: JsonSettings, key: str, value: Any) -> str:
     return value or ""
 
 
-def _tokenizer_length(directory: Path) -> int | None:
-    """tokenizer_config.json's limit; a number beyond any model stands for none."""
-    path = directory / "tokenizer_config.json"
-    value = read_json_file(path).get("model_max_length") if path.exists() else None
-    return int(value) if isinstance(value, (int, float)) and 1 <= value < 1 << 30 else None
+def _message_format(settings: JsonSettings, task: str) -> str | None:
+    """How messages are written where the model reads them, else None. Refuses outputs of the model that are not used here."""
+    output, name = _TASKS[task]
+    settings.choice("module_output_name", (name,), name)
+    modalities, message_format = settings.mapping("modality_config"), None
+    known = [key for key in ("text", "message") if modalities.values.get(key) is not None]
+    for key in known:
+        modality = modalities.mapping(key)
+        modality.choice("method", ("forward",), "forward")
+        modality.choice("method_output_name", (output,), output)
+        if key == "message":
+            message_format = modality.choice("format", ("flat", "structured"), "flat")
+        modality.refuse_others()
+    modalities.refuse_others()
+    if modalities.values and not known:
+        raise settings.error("modality_config names no modality; give 'text' or 'message'")
+    return message_format
 
 
 # ---- pairs ---------------------------------------------------------------------------------------
@@ -313,8 +305,7 @@ def _tokenizer_length(directory: Path) -> int | None:
 
 def _score_spec(directory: Path, transformer: _Transformer, folder: Path | None) -> ScoreSpec:
     wanted = "sequence-classification" if folder is None else "text-generation"
-    is_cross_encoder = transformer.main.text("model_type") == "CrossEncoder"
-    if transformer.task != wanted and not (folder is None and is_cross_encoder):
+    if transformer.task != wanted:
         raise UnsupportedFeature(
             f"{directory / 'modules.json'}: a transformer for {transformer.task} needs a Pooling module after it"
         )
@@ -324,10 +315,13 @@ def _score_spec(directory: Path, transformer: _Transformer, folder: Path | None)
             f"{directory}: LogitScore without a chat template for the pair is not implemented; give score_template=..."
         )
     main = transformer.main
+    main.choice("model_type", ("CrossEncoder",), "CrossEncoder")
     main.refuse("keep_in_fp32_modules", neutral=[])
+    activation = _score_activation(main.text("activation_fn"), main.path.name)
+    main.refuse_others()
     return ScoreSpec(
         label_ids=label_ids,
-        activation=_score_activation(main.text("activation_fn"), main.path.name),
+        activation=activation,
         uses_chat_template=transformer.uses_chat_template,
         is_structured=transformer.is_structured,
         template_options=transformer.template_options,
@@ -352,12 +346,18 @@ def _score_activation(path: object, where: str) -> str | None:
     """`path` is the full name of a class of torch.nn."""
     if path is None:
         return None
-    name = str(path).rpartition(".")[2].lower()
-    if name not in ("identity", "sigmoid"):
+    name = _torch_name(path)
+    if name not in ("Identity", "Sigmoid"):
         raise UnsupportedFeature(
-            f"{where}: the activation {path!r} of scores is not implemented; Identity and Sigmoid are"
+            f"{where}: the activation {path!r:.120} of scores is not implemented; Identity and Sigmoid of torch.nn are"
         )
-    return name
+    return name.lower()
+
+
+def _torch_name(path: object) -> str | None:
+    """The name of the class of torch.nn that `path` leads to; None where it leads elsewhere."""
+    module, _, name = path.rpartition(".") if isinstance(path, str) else ("", "", "")
+    return name if module in _TORCH_MODULES else None
 
 
 # ---- embeddings ----------------------------------------------------------------------------------
@@ -398,7 +398,10 @@ def _embedding_spec(
         else:
             raise UnsupportedFeature(f"{directory / 'modules.json'}: {kind} after {modules[0][0]} and Normalize")
     main = transformer.main
+    main.choice("model_type", ("SentenceTransformer",), "SentenceTransformer")
+    similarity = main.choice("similarity_fn_name", _SIMILARITIES, "cosine")
     truncate_dim = main.count("truncate_dim")
+    main.refuse_others()
     if truncate_dim is not None and truncate_dim > size:
         raise main.error(f"truncate_dim is {truncate_dim}, and the model has {size} dimensions")
     return EmbeddingSpec(
@@ -411,7 +414,7 @@ def _embedding_spec(
         lower_case=transformer.lower_case,
         prompts=transformer.prompts,
         default_prompt=transformer.default_prompt,
-        similarity=main.choice("similarity_fn_name", _SIMILARITIES, "cosine"),
+        similarity=similarity,
         truncate_dim=truncate_dim,
     )
 
@@ -445,11 +448,11 @@ def _pooling(folder: Path, hidden_size: int) -> tuple[tuple[str, ...], bool]:
 
 def _dense(folder: Path, in_features: int) -> DenseSpec:
     settings = JsonSettings.read(folder / "config.json")
-    path = str(settings.take("activation_function") or "torch.nn.modules.activation.Tanh")
-    activation = path.rpartition(".")[2]
-    if activation not in _ACTIVATIONS or not path.startswith("torch.nn."):
+    path = settings.text("activation_function")
+    activation = "Tanh" if path is None else _torch_name(path)
+    if activation not in _ACTIVATIONS:
         raise UnsupportedFeature(
-            f"{settings.path}: the activation {path} is not implemented; implemented are those of torch.nn: "
+            f"{settings.path}: the activation {path:.120} is not implemented; implemented are those of torch.nn: "
             f"{', '.join(_ACTIVATIONS)}"
         )
     width, out_features = settings.count("in_features"), settings.count("out_features")
@@ -472,7 +475,7 @@ def _check_in_place(settings: JsonSettings) -> None:
 
 def _read_tensors(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
     path = folder / "model.safetensors"
-    if not path.exists() and (folder / "pytorch_model.bin").exists():
+    if not is_present(path) and is_present(folder / "pytorch_model.bin"):
         raise UnsupportedFeature(
             f"{folder} has its weights as pytorch_model.bin, and only safetensors are read; load the model with "
             "sentence-transformers once and save it again"
@@ -499,8 +502,12 @@ def _sparse_spec(directory: Path, transformer: _Transformer, folder: Path, vocab
         size = settings.count(key)
         if size is not None and size != vocab_size:
             raise settings.error(f"{key} is {size}, and the model's vocabulary has {vocab_size} entries")
-    settings.take("chunk_size")
+    settings.count("chunk_size")
     settings.refuse_others()
+    main = transformer.main
+    main.choice("model_type", ("SparseEncoder",), "SparseEncoder")
+    similarity = main.choice("similarity_fn_name", _SIMILARITIES, "dot")
+    main.refuse_others()
     return EmbeddingSpec(
         pooling=(),
         dimension=vocab_size,
@@ -509,5 +516,5 @@ def _sparse_spec(directory: Path, transformer: _Transformer, folder: Path, vocab
         lower_case=transformer.lower_case,
         prompts=transformer.prompts,
         default_prompt=transformer.default_prompt,
-        similarity=transformer.main.choice("similarity_fn_name", _SIMILARITIES, "dot"),
+        similarity=similarity,
     )

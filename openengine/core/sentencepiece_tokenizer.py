@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from openengine.core.detokenizer import TokenTable, sentencepiece_spelling
-from openengine.core.tokenizer_files import TokenizerFiles
+from openengine.core.tokenizer_files import TokenizerFiles, is_present
 from openengine.errors import InvalidArgument, UnsupportedFeature
 
 __all__ = ["SentencePieceVocabulary", "find_sentencepiece_model", "load_sentencepiece"]
@@ -155,7 +155,7 @@ class SentencePieceVocabulary:
 def find_sentencepiece_model(directory: Path) -> Path | None:
     """The directory's SentencePiece file: one of the usual names, else its only `.model` file."""
     for name in _MODEL_NAMES:
-        if (directory / name).is_file():
+        if is_present(directory / name):
             return directory / name
     others = sorted(directory.glob("*.model"))
     return others[0] if len(others) == 1 else None
@@ -173,10 +173,10 @@ def load_sentencepiece(path: Path, files: TokenizerFiles) -> SentencePieceVocabu
             f"{files.directory}: tokenizer_class {name} does not use the ids of {path.name}; "
             "save the tokenizer with its tokenizer.json (AutoTokenizer.from_pretrained(...).save_pretrained(...))"
         )
-    model = path.read_bytes()
     try:
+        model = path.read_bytes()
         processor = _processor(model)
-    except (RuntimeError, TypeError) as exc:
+    except (OSError, RuntimeError, TypeError) as exc:
         raise InvalidArgument(f"{path} is not a SentencePiece model: {exc}") from exc
 
     size = processor.get_piece_size()

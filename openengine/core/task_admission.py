@@ -254,10 +254,13 @@ class TaskPreparer:
         if request_id is not None:
             _text("request_id", request_id)
         self._capability(_TASKS[kind])
-        if context.lora_name:
+        if context.lora_name is not None and _text("lora_name", context.lora_name):
             raise InvalidArgument(f"lora_name {context.lora_name!r:.80}: this task takes no adapter; leave it out")
         if not isinstance(context.metadata, Mapping):
             raise InvalidArgument(f"metadata must be a mapping of texts, not {context.metadata!r:.80}")
+        for key, value in context.metadata.items():
+            _text(f"metadata key {key!r:.40}", key)
+            _text(f"metadata[{key!r:.40}]", value)
         priority = 0 if context.priority is None else _integer("priority", context.priority, -_INT32, _INT32 - 1)
         return request_id or str(uuid.uuid4()), priority
 
@@ -324,6 +327,7 @@ class TaskPreparer:
             where = f"groups[{index}]"
             if not isinstance(group.group_id, str) or not group.group_id or group.group_id in group_ids:
                 raise InvalidArgument(f"{where}: group_id {group.group_id!r:.80} is empty or used twice")
+            _text(f"{where}: group_id", group.group_id)
             group_ids.add(group.group_id)
             if group.query is None:
                 raise InvalidArgument(f"{where} has no query")
@@ -383,6 +387,7 @@ def _content(where: str, item: TaskInput, allowed: Sequence[TaskInputType], seen
     """The text or token ids of an input whose id is none of those `seen`."""
     if not isinstance(item.item_id, str) or not item.item_id:
         raise InvalidArgument(f"{where}: item_id {item.item_id!r:.80} must be a text that is not empty")
+    _text(f"{where}: item_id", item.item_id)
     if item.item_id in seen:
         raise InvalidArgument(f"{where}: item_id {item.item_id!r:.80} is used twice; give each item its own")
     seen.add(item.item_id)
@@ -398,6 +403,8 @@ def _content(where: str, item: TaskInput, allowed: Sequence[TaskInputType], seen
         raise InvalidArgument(f"{where} is {kind}; this task takes {', '.join(allowed)}")
     if kind is TaskInputType.TEXT:
         return _typed(f"{where}.text", item.text, str)
+    if isinstance(item.token_ids, str):
+        raise InvalidArgument(f"{where}.token_ids must be a sequence of token ids, not the text {item.token_ids!r:.80}")
     return item.token_ids
 
 

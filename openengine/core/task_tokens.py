@@ -19,12 +19,13 @@ from typing import TypeAlias
 
 import numpy as np
 
+from openengine.core.admission import as_token_ids
 from openengine.core.hf_tokenizer import HuggingFaceVocabulary
 from openengine.core.score_template import ScoreTemplate
 from openengine.core.sentence_transformers import EmbeddingSpec, ScoreSpec
 from openengine.core.task_work import TaskItem
 from openengine.core.tokenizer import Tokenizer
-from openengine.core.tokenizer_files import read_json_file
+from openengine.core.tokenizer_files import read_json_object
 from openengine.errors import InvalidArgument, UnsupportedFeature
 
 __all__ = ["TRUNCATIONS", "TaskText", "TaskTokenizer", "has_token_types"]
@@ -60,6 +61,13 @@ class TaskTokenizer:
         self._num_token_types = num_token_types
         self._single = _single_frame(self.tokenizer)
         self._pair = _pair_frame(self.tokenizer) if template is None else None
+        takes_pairs = isinstance(spec, ScoreSpec) and self._pair is not None
+        num_special = (self._pair if takes_pairs else self._single).num_special
+        if num_special >= max_length:
+            raise InvalidArgument(
+                f"the length limit of {max_length} tokens has no room for any text, since {num_special} are special; raise the "
+                "checkpoint's max_seq_length (or model_max_length), or max_model_len"
+            )
 
     @property
     def prompts(self) -> Mapping[str, str]:
@@ -239,6 +247,9 @@ class TaskTokenizer:
     def _prompt(self, prompt: str | None, prompt_name: str | None) -> str:
         if prompt is not None and prompt_name is not None:
             raise InvalidArgument("give prompt or prompt_name, not both")
+        for kind, value in (("prompt", prompt), ("prompt_name", prompt_name)):
+            if value is not None and not isinstance(value, str):
+                raise InvalidArgument(f"{kind} must be a text, not {value!r:.80}")
         if prompt is not None:
             return prompt
         name = prompt_name if prompt_name is not None or self._spec is None else self._spec.default_prompt
@@ -269,9 +280,10 @@ class TaskTokenizer:
         return [None if text is None else np.array(next(encoded), dtype=np.int32) for text in texts]
 
     def _checked_ids(self, value: Sequence[int] | np.ndarray, where: _Where) -> np.ndarray:
-        array = np.asarray(value)
-        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-            raise where.error(f"must be a text or a sequence of token ids, not {value!r:.80}")
+        try:
+            array = as_token_ids(value)
+        except InvalidArgument as exc:
+            raise where.error(f"must be a text or a sequence of token ids, not {value!r:.80}") from exc
         if not array.size:
             raise where.error("has no token ids; give at least one")
         low, high = int(array.min()), int(array.max())
@@ -305,9 +317,11 @@ def has_token_types(directory: Path) -> bool:
     tokenizer_config.json may say so. Where it does not, transformers before version 5 did, and wrote other class names.
     """
     path = directory / "tokenizer_config.json"
-    config = read_json_file(path) if path.exists() else {}
+    config = read_json_object(path, required=False)
     names = config.get("model_input_names")
     if names is not None:
+        if not isinstance(names, list):
+            raise InvalidArgument(f"{path}: model_input_names is {names!r:.80}, expected a list of names")
         return "token_type_ids" in names
     return config.get("tokenizer_class") != "TokenizersBackend"
 
@@ -325,7 +339,7 @@ def _longest_first(lens: Sequence[int], room: int) -> list[int]:
 
 
 def _check_truncation(truncate: str) -> None:
-    if truncate not in TRUNCATIONS:
+    if not isinstance(truncate, str) or truncate not in TRUNCATIONS:
         raise InvalidArgument(f"truncate is {truncate!r:.80}, expected one of {', '.join(map(repr, TRUNCATIONS))}")
 
 

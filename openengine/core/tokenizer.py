@@ -26,7 +26,7 @@ from openengine.core.gguf_tokenizer import gguf_chat_templates, gguf_special_ids
 from openengine.core.hf_tokenizer import load_huggingface
 from openengine.core.legacy_tokenizer import find_legacy_files, load_legacy
 from openengine.core.sentencepiece_tokenizer import find_sentencepiece_model, load_sentencepiece
-from openengine.core.tokenizer_files import DEFAULT_TEMPLATE, TokenizerFiles
+from openengine.core.tokenizer_files import DEFAULT_TEMPLATE, TokenizerFiles, is_present
 from openengine.errors import InvalidArgument, UnsupportedFeature
 
 __all__ = ["IncrementalDetokenizer", "Tokenizer", "load_tokenizer", "tokenizer_from_gguf"]
@@ -272,7 +272,7 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
         raise InvalidArgument(f"{directory} is not a directory; a tokenizer is read from the model's directory")
     files = TokenizerFiles.read(directory)
     named = files.named
-    if (directory / "tokenizer.json").is_file():
+    if is_present(directory / "tokenizer.json"):
         vocabulary: _Vocabulary = load_huggingface(files)
     elif (model := find_sentencepiece_model(directory)) is not None:
         vocabulary = load_sentencepiece(model, files)

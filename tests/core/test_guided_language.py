@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import re
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -71,12 +72,18 @@ def test_gde_02_a_guide_matches_as_a_whole(pattern):
         (r"(a)\1", "back reference"), ("(?<=a)b", "lookbehind"), ("a{2,1}", "wrong order"), ("(a$)*b", "inside the repetition"),
         ("[b-a]", "wrong order"), (r"\p{Script=Han}", "Unicode property"), ("a\\", "backslash at the end"), ("(?m)^a", "multi-line"),
         ("a?^b", "'^' after an optional part"), ("((" * 100 + "))" * 100, "nested more than"), ("a{200000}", "repetition count"),
-        (r"\q", r"the escape \q"),
+        (r"\q", r"the escape \q"), ("a{,2}", "position 1: {,2} is a repetition in some dialects"), ("a{1, 2}", "without spaces"),
+        ("a{,}", "as in {0,2}"), ("a|{2}", "position 2: nothing to repeat"),
     ],
 )  # fmt: skip
 def test_g3_what_a_pattern_cannot_mean_is_refused_by_name(pattern, said):
     with pytest.raises(InvalidArgument, match=re.escape(said)):
         full_match(pattern)
+
+
+def test_braces_that_are_no_repetition_in_any_dialect_are_literal():
+    for pattern in ("a{", "a{}", "a{b}", "{a,2}", r"a\{,2}"):
+        assert matches(full_match(pattern), pattern.replace("\\", "")), pattern
 
 
 def test_g15_shorthands_are_ascii_classes():
@@ -177,6 +184,7 @@ def test_g8_numbers_keep_to_exact_bounds():
             low, low is not None and rng.random() < 0.4, high, high is not None and rng.random() < 0.4,
             rng.choice([None, None, True, False]), None, frozenset(value() for _ in range(rng.choice([0, 0, 1]))),
         )  # fmt: skip
+        bounds = replace(wanted, is_integer=None, excluded=frozenset())
         language = number_texts(wanted)
         for _ in range(30):
             near = rng.choice([bound for bound in (low, high, *wanted.excluded) if bound is not None] or [Fraction(0)])
@@ -184,7 +192,37 @@ def test_g8_numbers_keep_to_exact_bounds():
             text = str(int(number)) if number.denominator == 1 and abs(number) < 10**20 else repr(float(number))
             if wanted.is_integer and not re.fullmatch(r"-?\d+", text):
                 continue
-            assert matches(language, text) == wanted.contains(Fraction(text)), (wanted, text)
+            # An exponent may follow only digits that meet the bounds without it.
+            digits_meet = bounds.contains(Fraction(text.partition("e")[0]))
+            assert matches(language, text) == (wanted.contains(Fraction(text)) and digits_meet), (wanted, text)
+
+
+def test_digits_that_left_the_bounds_are_no_beginning_of_a_number():
+    rng = random.Random(2)
+    plain = complement(concat(ANY_TEXT, literal("e"), ANY_TEXT))
+    bounds = [
+        (0, 5, False),
+        (0, 1, True),
+        (0, 1, False),
+        (None, 5, False),
+        (20, None, True),
+        (-3, 70, True),
+        (2, 2.5, False),
+    ]
+    for low, high, is_open in bounds:
+        exact = [None if bound is None else Fraction(bound) for bound in (low, high)]
+        language = number_texts(NumberRange(exact[0], is_open, exact[1], is_open))
+        for _ in range(40):
+            text = f"{rng.choice(['', '-'])}{rng.choice(['0', str(rng.randint(1, 99))])}.{rng.randint(0, 999)}"
+            for size in range(1, len(text) + 1):
+                rest = language
+                for char in text[:size]:
+                    rest = rest.after(ord(char))
+                if not is_empty(rest, work()):
+                    shorter = intersect(language, plain)
+                    for char in text[:size]:
+                        shorter = shorter.after(ord(char))
+                    assert not is_empty(shorter, work()), (low, high, text[:size])
 
 
 def test_a_number_that_a_float_would_round_onto_an_open_bound_is_left_out():

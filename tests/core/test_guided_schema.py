@@ -137,6 +137,8 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
     "multiple_of": ({"type": "integer", "multipleOf": 7}, [0, 14, -21], [1, 15]),
     "multiple_of_hundredths": ({"type": "number", "multipleOf": 0.01, "minimum": 0}, [0, 1.25, 3], [0.005, -1]),
     "multiple_in_a_range": ({"type": "number", "multipleOf": 0.5, "minimum": 0, "maximum": 2}, [0, 0.5, 1.5, 2], [0.25, 2.5]),
+    "nullable_beside_null": ({"type": ["integer", "null"], "nullable": True}, [1, None], ["a"]),
+    "a_property_named_nullable": ({"type": "object", "properties": {"nullable": {"const": True}}}, [{"nullable": True}], [{"nullable": 1}]),
     "notes_of_any_kind": ({"title": "t", "description": 1, "x-foo": {"type": "string"}, "deprecated": True, "type": "null"}, [None], [1]),
     "draft_4_exclusive": ({"$schema": "http://json-schema.org/draft-04/schema#", "type": "number", "minimum": 1, "exclusiveMinimum": True},
                           [1.5, 2], [1, 0]),
@@ -198,6 +200,8 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "a_reference_to_nothing": ({"$ref": "#/$defs/x"}, "/$ref", "$ref"),
     "a_reference_in_circles": ({"$ref": "#"}, "/$ref", "$ref"),
     "g16_a_pattern_that_cannot_be_meant": ({"properties": {"a": {"pattern": "a\\b"}}}, "/properties/a/pattern", "pattern"),
+    "a_keyword_of_openapi": ({"properties": {"a": {"type": "string", "nullable": True}}}, "/properties/a/nullable", "nullable"),
+    "a_reference_to_what_no_value_meets": ({"$defs": {"x": False}, "$ref": "#/$defs/x"}, "", "$ref"),
     "unevaluated_properties": ({"unevaluatedProperties": False}, "/unevaluatedProperties", "unevaluatedProperties"),
     "dynamic_reference": ({"$dynamicRef": "#x"}, "/$dynamicRef", "$dynamicRef"),
     "unique_items_of_any_kind": ({"items": {"type": "string"}, "uniqueItems": True, "type": "array"}, "/uniqueItems", "uniqueItems"),
@@ -219,6 +223,22 @@ def test_gde_07_what_cannot_be_exact_is_refused_with_pointer_and_keyword(compile
         compiled(compiler, schema)
     assert caught.value.details == {"pointer": pointer, "keyword": keyword}
     assert keyword in caught.value.message or keyword == "false"
+
+
+@pytest.mark.parametrize(
+    ("schema", "fix"),
+    [
+        (False, "the schema of any value is true"),
+        ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, "in pydantic: list in place of set"),
+        ({"type": "string", "nullable": True}, '"type": ["string", "null"]'),
+        ({"$ref": "#/$defs/x", "$defs": {"x": {}}, "nullable": True}, '{"type": "null"}'),
+        ({"title": "t", "type": "string", "enum": [1]}, "(type, enum)"),
+    ],
+)
+def test_a_refusal_of_a_schema_says_what_to_write(compiler, schema, fix):
+    with pytest.raises(InvalidArgument) as caught:
+        compiled(compiler, schema)
+    assert fix in caught.value.message
 
 
 @pytest.mark.parametrize(

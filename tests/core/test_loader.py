@@ -354,7 +354,7 @@ def test_memory_peaks_near_the_final_size(copy, dtype):
     final = model.num_bytes
     # oneDNN's form of a matrix is made beside the plain one; the native form is filled as it is read.
     beside = 0 if native_library() else rows * 64 * dtype.itemsize
-    assert memory("VmHWM") - before < final + beside + (24 << 20)
+    assert memory("VmHWM") - before < final + beside + final // 2  # a second copy would double it
 
 
 def memory(field: str) -> int:

@@ -216,6 +216,9 @@ def test_a_cross_encoder_without_modules_keeps_its_activation_in_config_json():
     assert plain_score_spec({"sentence_transformers": {"activation_fn": identity}}).activation == "identity"
     assert plain_score_spec({"sbert_ce_default_activation_function": identity}).activation == "identity"
     assert plain_score_spec({}).activation is None
+    for path in ("", "torch.nn.zzz.Sigmoid", False):
+        with pytest.raises(UnsupportedFeature, match="of scores is not implemented"):
+            plain_score_spec({"sentence_transformers": {"activation_fn": path}})
     with pytest.raises(UnsupportedFeature, match="Softmax"):
         plain_score_spec({"sentence_transformers": {"activation_fn": "torch.nn.Softmax"}})
 
@@ -317,6 +320,29 @@ def test_dropout_changes_nothing(files):
         ("sentence_bert_config.json", {"config_args": {"is_decoder": True}}, "config_args.is_decoder"),
         ("sentence_bert_config.json", {"transformer_task": "any-to-any"}, "any-to-any"),
         ("sentence_bert_config.json", {"modality_config": {"message": {}}}, "chat template"),
+        ("sentence_bert_config.json", {"modality_config": {"message": {"format": "auto"}}}, "message.format is 'auto'"),
+        ("sentence_bert_config.json", {"modality_config": {"image": {"method": "forward"}}}, "modality_config.image"),
+        (
+            "sentence_bert_config.json",
+            {"modality_config": {"text": {"method": "get_text_features"}}},
+            "get_text_features",
+        ),
+        (
+            "sentence_bert_config.json",
+            {"modality_config": {"text": {"method": "forward", "method_output_name": "pooler_output"}}},
+            "method_output_name is 'pooler_output'",
+        ),
+        ("sentence_bert_config.json", {"module_output_name": "sentence_embedding"}, "module_output_name"),
+        ("sentence_bert_config.json", {"unpad_inputs": 3}, "unpad_inputs"),
+        ("config_sentence_transformers.json", {"zzz": 1}, "zzz 1 is not implemented"),
+        ("config_sentence_transformers.json", {"max_active_dims": 3}, "max_active_dims"),
+        ("config_sentence_transformers.json", {"model_type": "X"}, "model_type is 'X'"),
+        ("config_sentence_transformers.json", {"model_type": "SparseEncoder"}, "model_type"),
+        ("config_sentence_transformers.json", {"prompts": {"query": "\ud800"}}, "lone surrogate"),
+        ("tokenizer_config.json", {"model_max_length": "64"}, "model_max_length is '64'"),
+        ("tokenizer_config.json", {"model_max_length": -1}, "model_max_length is -1"),
+        ("tokenizer_config.json", {"model_max_length": 0}, "model_max_length is 0"),
+        ("tokenizer_config.json", {"model_max_length": True}, "model_max_length is True"),
         ("config_sentence_transformers.json", {"similarity_fn_name": "maxsim"}, "maxsim"),
         ("config_sentence_transformers.json", {"default_prompt_name": "query"}, "default_prompt_name is 'query'"),
         ("config_sentence_transformers.json", {"prompts": {"query": 3}}, "prompt 'query' is 3"),
@@ -328,6 +354,74 @@ def test_a_setting_that_is_not_implemented_is_refused_by_file_and_name(files, na
     edit_json(files / name, **changes)
     with pytest.raises(OpenEngineError, match=message):
         read(files)
+
+
+def test_a_limit_beyond_any_model_stands_for_none(files):
+    edit_json(files / "tokenizer_config.json", model_max_length=1e30)
+    edit_json(files / "sentence_bert_config.json", max_seq_length=10**30)
+    assert read(files).max_length is None
+
+
+def test_what_a_setting_says_of_the_usual_output_is_accepted(files):
+    text = {"method": "forward", "method_output_name": "last_hidden_state"}
+    edit_json(
+        files / "sentence_bert_config.json", modality_config={"text": text}, module_output_name="token_embeddings"
+    )
+    edit_json(
+        files / "config_sentence_transformers.json", model_type="SentenceTransformer", requirements={"torch": ">2"}
+    )
+    assert read(files).pooling == ("mean",)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["modules.json", "config_sentence_transformers.json", "sentence_bert_config.json", "tokenizer_config.json"],
+)
+@pytest.mark.parametrize("target", ["nowhere", "itself"])
+def test_a_link_that_leads_nowhere_is_an_error_and_no_absent_file(files, name, target):
+    (files / name).unlink(missing_ok=True)
+    (files / name).symlink_to(name if target == "itself" else "nowhere")
+    with pytest.raises(InvalidArgument, match=name.replace(".", r"\.")):
+        read(files)
+
+
+def test_a_module_whose_folder_is_a_link_to_nowhere_is_an_error(files):
+    write_modules(files, "Transformer", "Pooling", "Normalize")
+    (files / "2_Normalize").symlink_to("nowhere")
+    with pytest.raises(InvalidArgument, match="'2_Normalize' of module 2 is no directory"):
+        read(files)
+
+
+@pytest.mark.parametrize("path", ["x" * 5000, "a\u0000b"], ids=["long", "nul"])
+def test_a_path_that_no_file_can_have_is_an_error(files, path):
+    entries = json.loads((files / "modules.json").read_text())
+    entries[1]["path"] = path
+    (files / "modules.json").write_text(json.dumps(entries))
+    with pytest.raises(InvalidArgument, match=r"modules\.json"):
+        read(files)
+
+
+def test_an_unknown_key_of_a_module_is_refused(files):
+    entries = json.loads((files / "modules.json").read_text())
+    entries[1]["kwargs"] = ["task"]
+    (files / "modules.json").write_text(json.dumps(entries))
+    with pytest.raises(UnsupportedFeature, match="entry 1: kwargs"):
+        read(files)
+
+
+@pytest.mark.parametrize("package", ["os.system.", "models.Dense.", "", "models.sub."])
+def test_a_module_of_another_place_in_the_library_is_refused(files, package):
+    write_modules(files, "Transformer", "Pooling", package="sentence_transformers." + package)
+    with pytest.raises(UnsupportedFeature, match="module 0 is a sentence_transformers"):
+        read(files)
+
+
+def test_modules_are_found_wherever_the_library_has_kept_them(files):
+    entries = json.loads((files / "modules.json").read_text())
+    for kind in ("models.Pooling.Pooling", "sentence_transformer.modules.pooling.Pooling", "models.Pooling"):
+        entries[1]["type"] = f"sentence_transformers.{kind}"
+        (files / "modules.json").write_text(json.dumps(entries))
+        assert read(files).pooling == ("mean",)
 
 
 def test_settings_that_change_nothing_are_accepted(files):
@@ -357,6 +451,9 @@ def dense_files(files: Path, **changes) -> None:
     ("changes", "message"),
     [
         ({"activation_function": "custom.Swoosh"}, r"custom\.Swoosh is not implemented"),
+        ({"activation_function": "torch.nn.zzz.GELU"}, "zzz"),
+        ({"activation_function": ""}, "is not implemented"),
+        ({"activation_function": False}, "expected a text"),
         ({"use_residual": True}, "use_residual True"),
         ({"module_input_name": "token_embeddings"}, "token_embeddings"),
         ({"in_features": 31}, "in_features 31"),

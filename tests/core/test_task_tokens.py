@@ -250,6 +250,36 @@ def test_a_limit_without_room_for_any_text_is_an_error(bert):
         tokens_of(bert, max_length=3).encode_pairs("a", ["a"], truncate="right")
 
 
+@pytest.mark.parametrize(("spec", "num_special"), [(EmbeddingSpec(("mean",), 32), 2), (ScoreSpec(), 3)], ids=str)
+def test_a_limit_that_special_tokens_fill_is_refused_at_load(bert, spec, num_special):
+    with pytest.raises(InvalidArgument, match=f"no room for any text, since {num_special} are special"):
+        tokens_of(bert, max_length=num_special, spec=spec)
+    assert tokens_of(bert, max_length=num_special + 1, spec=spec).max_length == num_special + 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"prompt": 5}, {"prompt": b"a"}, {"prompt_name": ["a"]}, {"truncate": np.array(["left", "right"])}],
+    ids=str,
+)
+def test_an_option_of_another_type_is_refused_by_name(bert, options):
+    with pytest.raises(InvalidArgument, match=next(iter(options))):
+        tokens_of(bert).encode(["a"], **options)
+
+
+@pytest.mark.parametrize("value", [[1, True], [[1], [2, 3]], b"abc", {1: 2}], ids=str)
+def test_what_is_no_flat_sequence_of_ids_is_refused_by_index(bert, value):
+    with pytest.raises(InvalidArgument, match=r"inputs\[1\] must be a text or a sequence of token ids"):
+        tokens_of(bert).encode(["a", value])
+
+
+@pytest.mark.parametrize("content", ["[]", '{"model_input_names": 5}'])
+def test_a_damaged_tokenizer_config_is_an_error_that_names_it(tmp_path, content):
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(InvalidArgument, match=r"tokenizer_config\.json"):
+        has_token_types(tmp_path)
+
+
 def test_scr_10_an_instruction_that_nothing_reads_is_refused(bert, causal):
     for tokenizer in (tokens_of(bert), tokens_of(causal, template=JOINED)):
         assert not tokenizer.takes_instruction

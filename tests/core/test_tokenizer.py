@@ -634,6 +634,53 @@ def test_damaged_file_is_named(tmp_path, name):
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "chat_template.jinja",
+        "chat_template.json",
+    ],
+)
+def test_a_link_that_leads_nowhere_is_named_and_no_absent_file(tmp_path, name):
+    write(tmp_path, byte_level())
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).symlink_to("nowhere")
+    with pytest.raises(InvalidArgument, match=name.replace(".", r"\.")):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "vocab.txt"])
+def test_a_vocabulary_that_is_a_link_to_nowhere_is_named(tmp_path, name):
+    (tmp_path / name).symlink_to("nowhere")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({} if "model" in name else {"tokenizer_class": "Bert"}))
+    with pytest.raises(InvalidArgument, match=name.replace(".", r"\.")):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"additional_special_tokens": 5}, "expected a list"),
+        ({"extra_special_tokens": "<x>"}, "expected a list"),
+        ({"added_tokens_decoder": {"9" * 5000: {"content": "<x>"}}}, "expected an id"),
+        ({"added_tokens_decoder": {"3": {"content": "<x>", "special": "false"}}}, "expected true or false"),
+        ({"pad_token": "\ud800"}, "lone surrogate"),
+        ({"chat_template": 5}, "chat_template"),
+        ({"chat_template": {"default": None}}, "both texts"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_an_ill_typed_key_of_the_tokenizers_config_is_named(tmp_path, changes, message):
+    write(tmp_path, byte_level())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(changes))
+    with pytest.raises(InvalidArgument, match=message):
+        load_tokenizer(tmp_path)
+
+
 def test_damaged_sentencepiece_file_is_named(tmp_path):
     pytest.importorskip("sentencepiece")
     (tmp_path / "tokenizer.model").write_bytes(b"not a model")

@@ -8,7 +8,6 @@ import inspect
 
 import pytest
 
-from openengine import EmbedRequest as Embed
 from openengine import (
     Draining,
     Engine,
@@ -25,6 +24,7 @@ from openengine import (
     UnsupportedFeature,
     UnsupportedTask,
 )
+from openengine import EmbedRequest as Embed
 from openengine.rpc import Client
 from openengine.rpc.client import _check_revision
 from tests.rpc.serving import eventually, is_idle, load

@@ -57,9 +57,9 @@ class Backend:
         self._tokenizer = self._library.LLTokenizer(wrap(vocabulary), n_vocab=vocab_size, eos_token=list(eos_token_ids))
         self._bytes = self._library.LLTokenizer(wrap(_Bytes()), n_vocab=257, eos_token=256, slices=[])
         self._executor = self._library.LLExecutor()
-        # Ten times the backend's own limits on work at the start, some 200 ms, and five times that of a step, some 70 ms.
+        # Three times the backend's own limit on work at the start, and five times that of a step, some 70 ms.
         self._limits = self._library.LLParserLimits(
-            initial_lexer_fuel=10_000_000, step_lexer_fuel=1_000_000, verbose_errors=False
+            initial_lexer_fuel=3_000_000, step_lexer_fuel=1_000_000, verbose_errors=False
         )
         self._row_words = -(-vocab_size // 32)
 

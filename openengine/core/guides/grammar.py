@@ -16,11 +16,15 @@ _SOME_TEXT = complement(EPSILON)
 _TEXT = "/(?s:.)*/"
 _MAX_DEPTH = 2500
 _RULE_NAME = re.compile(r"\br[0-9]+\b")
+_MAX_CONJUNCTS = 10  # the backend follows all of them at once, and its work may double with each
+_DENIED_CONJUNCT = 0.25  # a text that breaks it is easily found
+_MAX_UNROLLED = 250_000
 _NESTED = 60  # deeper expressions get a terminal of their own, which keeps the text and the backend's recursion flat
 
 
 class GrammarTooLarge(Exception):
-    """The grammar exceeds its limit in bytes, or its rules refer to one another in too long a chain."""
+    """The grammar exceeds its limit in bytes, its rules refer to one another in too long a chain, or a terminal would cost
+    the backend more work or memory than can be bounded: it combines too many expressions, or nests large repetitions."""
 
 
 class Grammar:
@@ -83,6 +87,8 @@ class Grammar:
     def _terminal(self, language: Language) -> str:
         name = self._terminals.get(language)
         if name is None:
+            if _conjuncts(language) > _MAX_CONJUNCTS or _unrolled(language) > _MAX_UNROLLED:
+                raise GrammarTooLarge
             expression = self._expression(language, 0)
             name = self._terminals[language] = f"T{len(self._terminals)}"
             self._write(f"{name}: {expression}")
@@ -112,6 +118,30 @@ class Grammar:
         if self._free_bytes < 0:
             raise GrammarTooLarge
         self._lines.append(line)
+
+
+def _conjuncts(language: Language, *, denied: bool = False) -> float:
+    """How many infinite expressions must hold at once, at most, anywhere in `language` (or in what is not)."""
+    if language.is_plain:
+        return (_DENIED_CONJUNCT if _has_loop(language) else 0) if denied else 1
+    if language.kind == "not":
+        return _conjuncts(language.parts[0], denied=not denied)
+    join = sum if language.kind == ("union" if denied else "intersect") else max
+    return join(_conjuncts(part, denied=denied) for part in language.parts)
+
+
+def _has_loop(language: Language) -> bool:
+    if language.kind in ("chars", "text"):
+        return False
+    return language.kind == "repeat" or any(map(_has_loop, language.parts))
+
+
+def _unrolled(language: Language) -> int:
+    """The largest product of repetition counts that stand in one another."""
+    if language.kind in ("chars", "text"):
+        return 1
+    inner = max(map(_unrolled, language.parts), default=1)
+    return inner * max(language.low, language.high or 1) if language.kind == "repeat" else inner
 
 
 def _regex(language: Language) -> str:

@@ -32,6 +32,7 @@ __all__ = ["full_match", "search"]
 
 _MAX_DEPTH = 120
 _MAX_REPEAT = 100_000
+_MAX_COUNT_DIGITS = 20
 _DIGIT = ((0x30, 0x39),)
 _WORD = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
 _ASCII_SPACE = ((0x09, 0x0D), (0x20, 0x20))
@@ -268,6 +269,8 @@ class _Parser:
                 )
             return None  # a literal brace
         self._at = end + 1
+        if max(len(low), len(high)) > _MAX_COUNT_DIGITS:
+            raise self._error(f"a repetition count over {_MAX_REPEAT}", start)
         least, most = int(low), (int(high) if high else None) if comma else int(low)
         if max(least, most or 0) > _MAX_REPEAT:
             raise self._error(f"a repetition count over {_MAX_REPEAT}", start)
@@ -281,8 +284,9 @@ class _Parser:
             return self._group()
         if char == "[":
             return self._class()
+        start = self._at
         if char == "{" and self._quantifier() is not None:
-            raise self._error("nothing to repeat")
+            raise self._error("nothing to repeat", start)
         self._at += 1
         if char == "^":
             return _Mark.START
@@ -358,6 +362,9 @@ class _Parser:
             return [(ord(char), ord(char))]
         if self._take("b"):
             return [(8, 8)]
+        if self._take("x") or self._take("u"):
+            # Not as a language, which holds no surrogates: they may be the ends of a range.
+            return [(self._code_point(self._text[self._at - 1], self._at - 2),) * 2]
         escaped = self._escape(in_class=True)
         return list(escaped.parts)
 

@@ -150,5 +150,7 @@ class ArrayMachine:
                     "(in pydantic: a set of an Enum or a Literal), or drop it (in pydantic: list in place of set)",
                 )
         if len(found) > _MAX_VALUES:
-            raise unsupported(*self._where, f"items can be compared only among at most {_MAX_VALUES} values; list fewer, or drop it")
+            raise unsupported(
+                *self._where, f"items can be compared only among at most {_MAX_VALUES} values; list fewer, or drop it"
+            )
         return found

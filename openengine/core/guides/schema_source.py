@@ -21,6 +21,7 @@ __all__ = ["TYPES", "Schema", "SchemaDocument", "parse_json", "schema_error", "u
 TYPES = ("null", "boolean", "number", "string", "array", "object")
 
 _MAX_DEPTH = 400
+_MAX_NUMBER_CHARS = 1000
 _LEGACY = ("draft-04", "draft-06", "draft-07")
 _ONE = ("additionalItems", "additionalProperties", "contains", "else", "if", "not", "propertyNames", "then")
 _MANY = ("allOf", "anyOf", "oneOf", "prefixItems")
@@ -57,19 +58,59 @@ class Schema:
 
 
 def parse_json(text: str, what: str) -> Any:
-    """JSON with exact numbers (int and Fraction). Raises InvalidArgument naming `what` and the position."""
+    """JSON with exact numbers (int and Fraction). Raises InvalidArgument naming `what` and what is wrong in it.
+
+    An object that has a name twice is refused, and so is a string that holds half of a surrogate pair.
+    """
     try:
-        return json.loads(text, parse_float=_exact, parse_constant=_refuse_constant)
+        value = json.loads(
+            text,
+            parse_int=_whole,
+            parse_float=_exact,
+            parse_constant=_refuse_constant,
+            object_pairs_hook=_members,
+        )
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False, default=str).encode()
+        return value
     except RecursionError:
         raise InvalidArgument(f"{what} is nested too deeply; the limit is some {_MAX_DEPTH} levels") from None
+    except UnicodeEncodeError:
+        raise InvalidArgument(
+            f"{what} has a string that holds a lone surrogate (\\ud800 to \\udfff), which is no character"
+        ) from None
     except ValueError as exc:
         raise InvalidArgument(f"{what} is not valid JSON: {exc}") from None
 
 
+def _members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        seen: set[str] = set()
+        name = next(name for name, _ in pairs if name in seen or seen.add(name))
+        raise ValueError(f"an object has the name {_show(name)} twice")
+    return members
+
+
+def _whole(text: str) -> int:
+    if len(text) > _MAX_NUMBER_CHARS:
+        raise _out_of_range(text)
+    return int(text)
+
+
+def _out_of_range(text: str) -> ValueError:
+    return ValueError(f"the number {text[:40]}{'…' if len(text) > 40 else ''} is out of range")
+
+
 def _exact(text: str) -> Fraction | int:
-    value = Decimal(text)
+    if len(text) > _MAX_NUMBER_CHARS:
+        raise _out_of_range(text)
+    try:
+        value = Decimal(text)
+    except ArithmeticError:  # an exponent beyond what can be said
+        raise _out_of_range(text) from None
     if value and abs(value.adjusted()) > 400:
-        raise ValueError(f"the number {text} is out of range")
+        raise _out_of_range(text)
     exact = Fraction(value)
     return exact.numerator if exact.denominator == 1 else exact
 
@@ -149,7 +190,7 @@ class SchemaDocument:
             step = step.replace("~1", "/").replace("~0", "~")
             if isinstance(content, dict) and step in content:
                 content = content[step]
-            elif isinstance(content, list) and step.isdecimal() and int(step) < len(content):
+            elif isinstance(content, list) and step.isdecimal() and len(step) < 10 and int(step) < len(content):
                 content = content[int(step)]
             else:
                 raise schema_error(pointer, "$ref", f"{_show(reference)} points to nothing")

@@ -70,8 +70,9 @@ class Architecture:
         """
         nested = hf_config.get("text_config")
         nested = nested if isinstance(nested, Mapping) else {}
-        names = hf_config.get("architectures") or nested.get("architectures")
-        if not names:
+        given = [names for names in (hf_config.get("architectures"), nested.get("architectures")) if names is not None]
+        names = next((names for names in given if names != []), None)
+        if names is None:
             model_type = nested.get("model_type") or hf_config.get("model_type")
             found = [item for item in ARCHITECTURES.values() if item.model_type == model_type]
             if not found:
@@ -83,8 +84,17 @@ class Architecture:
             raise InvalidArgument(f"config: 'architectures' is {names!r}, expected a list of names")
         for name in names:
             if name in ARCHITECTURES:
-                return ARCHITECTURES[name]
+                return _checked(ARCHITECTURES[name], nested.get("model_type") or hf_config.get("model_type"))
         raise UnsupportedFeature(f"architecture {', '.join(names)} is not supported; {_supported()}")
+
+
+def _checked(architecture: Architecture, model_type: object) -> Architecture:
+    # Libraries go by either of the two, so that where they differ nobody knows which model it is.
+    if model_type is not None and model_type != architecture.model_type:
+        raise InvalidArgument(
+            f"config: 'model_type' is {model_type!r:.80}, and {architecture.name} is a {architecture.model_type}; correct one"
+        )
+    return architecture
 
 
 def num_labels(hf_config: Mapping[str, Any]) -> int:

@@ -13,7 +13,14 @@ from typing import Any
 
 from openengine.core.models.architectures import Architecture, HeadKind, num_labels
 from openengine.core.models.fields import Fields
-from openengine.core.models.settings import read_activation, read_layer_types, read_rope, refuse_settings, whole_ratio
+from openengine.core.models.settings import (
+    read_activation,
+    read_layer_types,
+    read_norm_eps,
+    read_rope,
+    refuse_settings,
+    whole_ratio,
+)
 from openengine.errors import InvalidArgument, UnsupportedFeature
 from openengine.ops.rope import RopeConfig
 
@@ -99,7 +106,7 @@ class ModelConfig:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             max_position_embeddings=fields.integer("max_position_embeddings"),
-            norm_eps=fields.number("rms_norm_eps"),
+            norm_eps=read_norm_eps(fields, "rms_norm_eps"),
             activation=read_activation(fields, family.activation_key, family.defaults[family.activation_key]),
             qkv_bias=family.qkv_bias or attention_bias,
             attention_output_bias=family.other_bias or attention_bias,

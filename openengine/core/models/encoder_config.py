@@ -12,7 +12,14 @@ from typing import Any
 
 from openengine.core.models.architectures import Architecture, HeadKind, num_labels
 from openengine.core.models.fields import Fields
-from openengine.core.models.settings import read_activation, read_layer_types, read_rope, refuse_settings, whole_ratio
+from openengine.core.models.settings import (
+    read_activation,
+    read_layer_types,
+    read_norm_eps,
+    read_rope,
+    refuse_settings,
+    whole_ratio,
+)
 from openengine.errors import InvalidArgument, UnsupportedFeature
 from openengine.ops.rope import RopeConfig
 
@@ -99,7 +106,7 @@ class EncoderConfig:
             pad_token_id=pad_token_id,
             num_token_types=fields.integer("type_vocab_size") if family.has_token_types else 0,
             num_position_buckets=fields.integer_or_none("relative_attention_num_buckets") or 0,
-            norm_eps=fields.number("norm_eps"),
+            norm_eps=read_norm_eps(fields, "norm_eps"),
             activation=read_activation(fields, "hidden_act", "gelu"),
             classifier_activation=read_activation(fields, "classifier_activation", "gelu"),
             classifier_pooling=_classifier_pooling(fields),

@@ -12,6 +12,8 @@ __all__ = ["Fields"]
 # Beyond any model, and small enough that a damaged config allocates nothing absurd.
 _MAX_LAYERS = 4096
 _MAX_SIZE = 1 << 27
+# Within single precision, in which the values are used.
+_LEAST_NUMBER, _MAX_NUMBER = 1e-30, 1e30
 
 
 class Fields:
@@ -49,8 +51,10 @@ class Fields:
         value = self.values.get(name)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-            raise InvalidArgument(f"{self.where}: '{name}' is {value!r}, expected a number above 0")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not _in_range(value):
+            raise InvalidArgument(
+                f"{self.where}: '{name}' is {value!r:.80}, expected a number from {_LEAST_NUMBER:g} to {_MAX_NUMBER:g}"
+            )
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
@@ -71,6 +75,10 @@ class Fields:
         value = self.values.get(name)
         if not isinstance(value, (list, tuple)) or len(value) != length:
             raise InvalidArgument(f"{self.where}: '{name}' is {value!r}, expected a list of {length} numbers")
-        if not all(isinstance(item, (int, float)) and not isinstance(item, bool) and item > 0 for item in value):
-            raise InvalidArgument(f"{self.where}: '{name}' holds something other than numbers above 0: {value!r}")
+        if not all(isinstance(item, (int, float)) and not isinstance(item, bool) and _in_range(item) for item in value):
+            raise InvalidArgument(f"{self.where}: '{name}' holds something other than numbers above 0: {value!r:.200}")
         return tuple(float(item) for item in value)
+
+
+def _in_range(value: float) -> bool:
+    return _LEAST_NUMBER <= value <= _MAX_NUMBER

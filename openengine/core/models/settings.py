@@ -13,7 +13,7 @@ from openengine.errors import InvalidArgument, UnsupportedFeature
 from openengine.ops.activation import ACTIVATIONS
 from openengine.ops.rope import ROPE_TYPES, RopeConfig
 
-__all__ = ["read_activation", "read_layer_types", "read_rope", "refuse_settings", "whole_ratio"]
+__all__ = ["read_activation", "read_layer_types", "read_norm_eps", "read_rope", "refuse_settings", "whole_ratio"]
 
 _ROPE_KEYS = {
     "attention_factor",
@@ -54,11 +54,20 @@ def whole_ratio(fields: Fields, name: str, by: str) -> int:
     return value // divisor
 
 
+def read_norm_eps(fields: Fields, key: str) -> float:
+    """What is added to a variance: small beside it."""
+    value = fields.number(key)
+    if value >= 1:
+        raise InvalidArgument(f"config: '{key}' is {value!r}, expected a number below 1")
+    return value
+
+
 def read_activation(fields: Fields, key: str, default: str) -> str:
     """The activation under `key`, one of ops.activation's."""
-    name = fields.text_or_none(key) or default
+    name = fields.text_or_none(key)
+    name = default if name is None else name
     if name not in ACTIVATIONS:
-        raise UnsupportedFeature(f"activation {name!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
+        raise UnsupportedFeature(f"activation {name!r:.80} is not supported; supported: {', '.join(ACTIVATIONS)}")
     return name
 
 
@@ -83,7 +92,8 @@ def read_rope(fields: Fields, parameters: Mapping[str, Any], head_dim: int) -> R
     if unknown:
         raise UnsupportedFeature(f"rope parameter {', '.join(map(repr, unknown))} is not implemented")
     named = Fields(parameters, where="config: rope parameters")
-    kind = named.text_or_none("rope_type") or named.text_or_none("type") or "default"
+    kinds = (named.text_or_none("rope_type"), named.text_or_none("type"), "default")
+    kind = next(kind for kind in kinds if kind is not None)
     kind = _ROPE_ALIASES.get(kind, kind)
     if kind not in ROPE_TYPES:
         raise UnsupportedFeature(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")

@@ -1,0 +1,166 @@
+"""`Workers`: the threads that compile guides, none of which anything waits for without end.
+
+Compiling ends in calls of the backend that cannot be interrupted. So a job that exceeds its time is given up: whoever waits
+for it hears so at once, another thread takes the place of its own, and that one ends when its call returns. The threads are
+daemons: the process ends without them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+from openengine.errors import Overloaded, PreconditionFailed
+
+__all__ = ["Workers"]
+
+_STACK_BYTES = 64 << 20  # the backend follows a grammar's references by recursion
+_MAX_GIVEN_UP = 8
+_stack_size_lock = threading.Lock()  # the size is the process's, so whoever changes it for a moment takes turns
+
+
+class _Job:
+    """A call and its outcome; `is_over` once the outcome is settled."""
+
+    __slots__ = ("args", "function", "future", "is_over")
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self.function = function
+        self.args = args
+        self.future: Future[Any] = Future()
+        self.is_over = False
+
+
+class Workers:
+    """At most `count` threads that run jobs in order, beside those whose jobs were given up. Safe to use from many threads."""
+
+    def __init__(self, count: int, *, name: str) -> None:
+        self._count = count
+        self._name = name
+        self._changed = threading.Condition()
+        self._pending: deque[_Job] = deque()
+        self._running: dict[threading.Thread, _Job] = {}
+        self._num_threads = 0
+        self._num_idle = 0
+        self._num_given_up = 0
+        self._is_closed = False
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Run `function(*args)` in a worker.
+
+        Raises: PreconditionFailed when closed; Overloaded while too many calls that were given up still go on.
+        """
+        job = _Job(function, args)
+        with self._changed:
+            if self._is_closed:
+                raise _closed()
+            if self._num_given_up >= _MAX_GIVEN_UP:
+                raise _overloaded()
+            self._pending.append(job)
+            self._start_thread()
+            self._changed.notify()
+        return job.future
+
+    @contextmanager
+    def time_limit(self, seconds: float, error: Exception) -> Iterator[None]:
+        """Within a job: give it up with `error` unless the block ends in time."""
+        job = self._running.get(threading.current_thread())
+        timer = threading.Timer(seconds, self._give_up, (job, error))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def close(self) -> None:
+        """Give up all jobs with PreconditionFailed; idle threads end, busy ones when their calls return. Idempotent."""
+        with self._changed:
+            self._is_closed = True
+            pending, running = list(self._pending), list(self._running.values())
+            self._pending.clear()
+            self._changed.notify_all()
+        for job in running:
+            self._give_up(job, _closed())
+        for job in pending:
+            _fail(job, _closed())
+
+    def _start_thread(self) -> None:
+        if self._num_idle >= len(self._pending) or self._num_threads >= self._count:
+            return
+        self._num_threads += 1
+        with _stack_size_lock:
+            usual = threading.stack_size(_STACK_BYTES)
+            try:
+                threading.Thread(target=self._work, name=self._name, daemon=True).start()
+            finally:
+                threading.stack_size(usual)
+
+    def _work(self) -> None:
+        thread = threading.current_thread()
+        while (job := self._next(thread)) is not None:
+            result, error = None, None
+            try:
+                result = job.function(*job.args)
+            except BaseException as exc:  # whatever it is, whoever waits shall hear of it
+                error = exc
+            with self._changed:
+                del self._running[thread]
+                if job.is_over:
+                    self._num_given_up -= 1
+                    return
+                job.is_over = True
+            if error is None:
+                job.future.set_result(result)
+            else:
+                job.future.set_exception(error)
+            del job, result, error  # an idle thread holds on to nothing
+
+    def _next(self, thread: threading.Thread) -> _Job | None:
+        with self._changed:
+            while True:
+                self._num_idle += 1
+                while not self._pending and not self._is_closed:
+                    self._changed.wait()
+                self._num_idle -= 1
+                if not self._pending:
+                    self._num_threads -= 1
+                    return None
+                job = self._pending.popleft()
+                if job.future.set_running_or_notify_cancel():
+                    self._running[thread] = job
+                    return job
+
+    def _give_up(self, job: _Job, error: Exception) -> None:
+        waiting: list[_Job] = []
+        with self._changed:
+            if job.is_over:
+                return
+            job.is_over = True
+            self._num_threads -= 1
+            self._num_given_up += 1
+            if self._num_given_up >= _MAX_GIVEN_UP:
+                waiting = list(self._pending)
+                self._pending.clear()
+            else:
+                self._start_thread()
+        job.future.set_exception(error)
+        for other in waiting:
+            _fail(other, _overloaded())
+
+
+def _fail(job: _Job, error: Exception) -> None:
+    if job.future.set_running_or_notify_cancel():
+        job.future.set_exception(error)
+
+
+def _closed() -> PreconditionFailed:
+    return PreconditionFailed("the engine is closed; create a new Engine")
+
+
+def _overloaded() -> Overloaded:
+    return Overloaded("guides that took too long to compile are still being given up; try again later")
