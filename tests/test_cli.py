@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from openengine.__main__ import DEFAULT_MAX_TOKENS, main
+from openengine.ops.native import native_absence
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMAND = [sys.executable, "-m", "openengine"]
@@ -22,6 +23,12 @@ def run(*args: str, stdin: bytes | None = None, options: tuple[str, ...] = ()) -
     command = [sys.executable, *options, "-m", "openengine", *args]
     done = subprocess.run(command, check=False, capture_output=True, input=stdin or b"", cwd=ROOT)
     return subprocess.CompletedProcess(command, done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+def told(stderr: str | bytes) -> list[str]:
+    """Lines of stderr, but for the one that says once that the native kernels are not built."""
+    lines = (stderr.decode() if isinstance(stderr, bytes) else stderr).splitlines()
+    return [line for line in lines if native_absence() is None or native_absence() not in line]
 
 
 def pipe_in(monkeypatch, data: bytes) -> None:
@@ -120,7 +127,7 @@ def test_a_prompt_is_continued_on_stdout_alone():
     assert done.returncode == 0
     assert done.stdout.startswith(" Paris")
     assert done.stdout.endswith("\n")
-    assert done.stderr == ""
+    assert told(done.stderr) == []
 
 
 @pytest.fixture
@@ -140,7 +147,7 @@ def test_text_is_printed_as_it_comes_and_ctrl_c_exits_130():
         process.send_signal(signal.SIGINT)
         _, err = process.communicate()
     assert process.returncode == 130
-    assert err == b""
+    assert told(err) == []
 
 
 @pytest.mark.usefixtures("smollm2")
@@ -152,7 +159,7 @@ def test_a_reader_that_goes_away_ends_the_run_quietly():
         process.stdout.close()
         err = process.stderr.read()
     assert process.returncode == 141
-    assert err == b""
+    assert told(err) == []
 
 
 def test_piped_input_is_the_prompt_without_its_last_newline(smollm2, monkeypatch, capsys):

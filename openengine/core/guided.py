@@ -330,14 +330,6 @@ class CompiledGuide(GuidedDecoding):
             state.accept(token)
         return state
 
-    def check_stop_token_ids(self, stop_token_ids: Iterable[int]) -> None:
-        """Raise InvalidArgument if these ids, which end the output, leave the guide no token to begin with."""
-        state = self.start(stop_token_ids=stop_token_ids)
-        mask = np.empty((1, -(-self.compiler.vocab_size // 32)), np.int32)
-        self.compiler.fill_masks([state], mask)
-        if state.error is not None:
-            raise InvalidArgument(f"the guide cannot be followed: {state.error}")
-
     def leaves_token(self, state: GuideState, *, min_tokens_left: bool = False) -> bool:
         """Whether any token may be drawn in `state`. `min_tokens_left`: no end may be, unless the guide is complete."""
         row = np.empty((1, -(-self.compiler.vocab_size // 32)), np.int32)
@@ -350,23 +342,12 @@ class CompiledGuide(GuidedDecoding):
 class GuideState:
     """One sequence under its guide. Owned by the loop thread.
 
-    error: why the guide can no longer be followed; None while all is well.  is_blocked: that is so because the stop token
-    ids of the request are all that the guide allows, where it may not end.
+    error: why the guide can no longer be followed; None while all is well.
     forced: the tokens that must come next, whatever the logits, in reverse; usually none. While there are any, the first
     of them is the only legal token.
     """
 
-    __slots__ = (
-        "_all_ends",
-        "_ends",
-        "_eos_token_ids",
-        "_held_eos",
-        "_stop_token_ids",
-        "error",
-        "forced",
-        "is_blocked",
-        "matcher",
-    )
+    __slots__ = ("_all_ends", "_ends", "_eos_token_ids", "_held_eos", "_stop_token_ids", "error", "forced", "matcher")
 
     def __init__(
         self,
@@ -383,7 +364,6 @@ class GuideState:
         self._stop_token_ids = frozenset(token for token in stop_token_ids if token < vocab_size) - eos_token_ids
         self._ends = _Bits(self._stop_token_ids)
         self._all_ends = _Bits(self._stop_token_ids | eos_token_ids)
-        self.is_blocked = False
         self._held_eos = _Bits(eos_token_ids) if ignore_eos else None
         self.forced = self._find_forced()
 
@@ -430,7 +410,7 @@ class GuideState:
 
     def forbid_ends(self, row: np.ndarray) -> None:
         """Take EOS and the stop ids out of a mask row i32[ceil(V / 32)]."""
-        _Bits(self._eos_token_ids | self._stop_token_ids).clear_in(row)
+        self._all_ends.clear_in(row)
 
     def finish_mask(self, row: np.ndarray) -> bool:
         """Put forced tokens and ends right in a mask row i32[ceil(V / 32)]; returns whether only ends are left in it."""
@@ -447,11 +427,8 @@ class GuideState:
         is_complete = may_end and not self._all_ends.others_in(row)
         if may_end:
             self._ends.set_in(row)
-        elif self._stop_token_ids:
+        else:
             self._ends.clear_in(row)
-            if not row.any():
-                self.is_blocked = True
-                self.error = "the request's stop_token_ids are all that it allows before it is complete; take some out"
         if self._held_eos is not None and not is_complete:
             self._held_eos.clear_in(row)
         return is_complete

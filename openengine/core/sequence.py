@@ -41,7 +41,10 @@ _EDGES = {
     SequenceState.FINISHED: set(),
     SequenceState.FAILED: set(),
 }
-_ENDED = (SequenceState.FINISHED, SequenceState.FAILED)  # looked up once: enumerations are slow, and this is asked often
+_ENDED = (
+    SequenceState.FINISHED,
+    SequenceState.FAILED,
+)  # looked up once: enumerations are slow, and this is asked often
 
 
 @dataclass(slots=True, eq=False)
@@ -181,9 +184,7 @@ class Sequence:
         "token_ids",
     )
 
-    def __init__(
-        self, group: SequenceGroup, index: int, prompt_ids: np.ndarray, item: TaskItem | None = None
-    ) -> None:
+    def __init__(self, group: SequenceGroup, index: int, prompt_ids: np.ndarray, item: TaskItem | None = None) -> None:
         self.group = group
         self.index = index
         self.item = item

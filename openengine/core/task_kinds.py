@@ -1,12 +1,12 @@
 """`TaskKind`: what the forward pass of one item ends in, besides sampling. Values only.
 
-    EMBED            one vector                                f32[D]
-    EMBED_TOKENS     a vector per token                        f32[n, D]
-    EMBED_SPARSE     entries of the vocabulary, their weights  f32[2, N], ascending entries
-    CLASSIFY         a logit per class                         f32[C]
-    CLASSIFY_TOKENS  a logit per token and class               f32[n, C]
-    SCORE            the logits of a pair                      f32[C]
-    LABELS           logits of some ids as the next token, and logsumexp over the vocabulary: f32[labels + 1]
+EMBED            one vector                                f32[D]
+EMBED_TOKENS     a vector per token                        f32[n, D]
+EMBED_SPARSE     entries of the vocabulary, their weights  f32[2, N], ascending entries
+CLASSIFY         a logit per class                         f32[C]
+CLASSIFY_TOKENS  a logit per token and class               f32[n, C]
+SCORE            the logits of a pair                      f32[C]
+LABELS           logits of some ids as the next token, and logsumexp over the vocabulary: f32[labels + 1]
 """
 
 from __future__ import annotations

@@ -227,7 +227,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--threads", type=int, help="of the engine and of the limits (default: torch's)")
     parser.add_argument("--rate", type=float, default=2.0, help="arrivals per second (default: 2)")
-    parser.add_argument("--schemas", type=Path, metavar="FILE", help="JSON lines with the schemas that `guided` compiles")
+    parser.add_argument(
+        "--schemas", type=Path, metavar="FILE", help="JSON lines with the schemas that `guided` compiles"
+    )
     parser.add_argument("--arrivals", type=int, default=40, help="requests of the work `arrivals` (default: 40)")
     parser.add_argument(
         "--vs", action="append", default=[], metavar="CMD", help="a peer's script, run in turns; may repeat"

@@ -17,6 +17,7 @@ pytest.importorskip("llguidance")
 
 from guided_tools import EOS, OTHER_EOS, byte_compiler, legal_tokens, start_after
 
+from openengine.core import guided
 from openengine.core.guided import GuideCompiler
 from openengine.errors import InternalError, InvalidArgument, PreconditionFailed, UnsupportedFeature
 from openengine.types import ChoiceConstraint, GuidedDecoding, JsonObjectConstraint
@@ -192,6 +193,21 @@ def test_where_eos_is_ignored_it_is_legal_only_when_nothing_else_is(compiler):
     assert legal_tokens(compiler, guide.start([ord("a")] * 2, ignore_eos=True)) == [EOS, OTHER_EOS]
 
 
+@pytest.mark.parametrize("pattern", ["", "(?!aaa)a{1,3}", "a(?!b)b?"])
+def test_a_guide_that_may_only_end_is_complete_and_eos_legal_though_it_is_ignored(compiler, pattern):
+    state = compiler.compile(regex(pattern)).start(ignore_eos=True)
+    mask = np.zeros((1, -(-300 // 32)), np.int32)
+    for _ in range(4):
+        (is_complete,) = compiler.fill_masks([state], mask)
+        tokens = legal_tokens(compiler, state)
+        if tokens == [EOS, OTHER_EOS]:
+            assert is_complete
+            return
+        assert tokens and not is_complete
+        state.accept(tokens[0])
+    raise AssertionError("the guide never ends")
+
+
 def test_a_compiled_guide_is_a_guide_of_its_own_compiler_only(compiler, tmp_path):
     guide = compiler.compile(regex("own[0-9]"))
     assert compiler.compile(guide) is guide and guide.source == regex("own[0-9]")
@@ -236,6 +252,38 @@ def test_a_refusal_is_not_remembered_as_a_guide(compiler):
     for _ in range(2):
         with pytest.raises(InvalidArgument):
             compiler.compile(regex("(forgotten"))
+
+
+def all_of(count: int) -> GuidedDecoding:
+    parts = [{"anyOf": [{"pattern": f"a{i}"}, {"pattern": f"b{i}"}]} for i in range(count)]
+    return GuidedDecoding(json_schema=json.dumps({"type": "string", "allOf": parts}))
+
+
+def denied_denials(count: int) -> GuidedDecoding:
+    parts = [{"not": {"pattern": f"a{i}"}} for i in range(count)]
+    return GuidedDecoding(json_schema=json.dumps({"type": "string", "not": {"anyOf": parts}}))
+
+
+@pytest.mark.parametrize(
+    "guide", [all_of(26), denied_denials(26), regex("a{1000}{1000}")], ids=["all_of", "denied_denials", "repetitions"]
+)
+def test_what_would_cost_the_backend_without_bounds_never_reaches_it(compiler, guide):
+    began = time.monotonic()
+    with pytest.raises(InvalidArgument, match="too complex"):
+        compiler.compile(guide)
+    assert time.monotonic() - began < 5
+
+
+def test_several_patterns_at_once_are_a_guide(compiler):
+    guide = compiler.compile(all_of(6))
+    text = '"' + "".join(f"a{i}" for i in range(6)) + '"'
+    assert guide.accepts(text) and not guide.accepts(text.replace("a3", ""))
+
+
+def test_a_failure_of_the_compiler_is_a_typed_error(compiler, monkeypatch):
+    monkeypatch.setattr(guided.Grammar, "text", lambda self, start: {}[start])
+    with pytest.raises(InternalError, match="compiling the regex guide failed: KeyError"):
+        compiler.compile(regex("broken"))
 
 
 PATHOLOGICAL = {

@@ -249,6 +249,34 @@ def test_gde_07_text_that_is_no_schema_is_refused(compiler, text):
         compiler.compile(GuidedDecoding(json_schema=text))
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"type": "string", "type": "integer"}', "the name 'type' twice"),
+        ('{"items": {"enum": [1], "a": {}, "enum": [2]}}', "the name 'enum' twice"),
+        (r'{"const": "\ud800"}', "lone surrogate"),
+        (r'{"enum": ["\uDFFF"]}', "lone surrogate"),
+        (r'{"const": {"\ud800": 1}}', "lone surrogate"),
+        (r'{"const": [["\ud800"]]}', "lone surrogate"),
+        ('{"minimum": ' + "9" * 5000 + "}", "9… is out of range"),
+        ('{"minimum": 0.' + "9" * 5000 + "}", "9… is out of range"),
+        ('{"minimum": 1e' + "9" * 30 + "}", "is out of range"),
+        ('{"pattern": "a{' + "9" * 5000 + '}"}', "a repetition count over"),
+        (r'{"type": "string", "pattern": "[\\ud800-\\udfff]"}', "no value meets"),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_text_that_python_would_read_in_its_own_way_is_refused(compiler, text, said):
+    with pytest.raises(InvalidArgument) as caught:
+        compiler.compile(GuidedDecoding(json_schema=text))
+    assert said in caught.value.message and "set_int_max_str_digits" not in caught.value.message
+
+
+def test_surrogates_in_a_class_stand_for_no_character(compiler):
+    guide = compiled(compiler, {"type": "string", "pattern": r"^[^\ud800-\udfff]$"})
+    assert guide.accepts('"😀"') and guide.accepts('"a"') and not guide.accepts('""')
+
+
 # ---- public test data, where it is at hand ---------------------------------------------------------
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "jsonschema"

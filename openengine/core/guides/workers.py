@@ -2,12 +2,14 @@
 
 Compiling ends in calls of the backend that cannot be interrupted. So a job that exceeds its time is given up: whoever waits
 for it hears so at once, another thread takes the place of its own, and that one ends when its call returns. The threads are
-daemons: the process ends without them.
+daemons: the process ends without them, after giving those in a call a moment to return.
 """
 
 from __future__ import annotations
 
+import atexit
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -20,6 +22,7 @@ __all__ = ["Workers"]
 
 _STACK_BYTES = 64 << 20  # the backend follows a grammar's references by recursion
 _MAX_GIVEN_UP = 8
+_MAX_EXIT_S = 3.0
 _stack_size_lock = threading.Lock()  # the size is the process's, so whoever changes it for a moment takes turns
 
 
@@ -48,6 +51,7 @@ class Workers:
         self._num_idle = 0
         self._num_given_up = 0
         self._is_closed = False
+        atexit.register(_await_return, self._running)
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         """Run `function(*args)` in a worker.
@@ -106,7 +110,7 @@ class Workers:
             result, error = None, None
             try:
                 result = job.function(*job.args)
-            except BaseException as exc:  # whatever it is, whoever waits shall hear of it
+            except BaseException as exc:  # the backend's panics too: whoever waits shall hear of it
                 error = exc
             with self._changed:
                 del self._running[thread]
@@ -151,6 +155,13 @@ class Workers:
         job.future.set_exception(error)
         for other in waiting:
             _fail(other, _overloaded())
+
+
+def _await_return(running: dict[threading.Thread, _Job]) -> None:
+    """A call that returns while the interpreter is taken down may crash it, so most are let return before; none for long."""
+    deadline = time.monotonic() + _MAX_EXIT_S
+    for thread in list(running):
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _fail(job: _Job, error: Exception) -> None:

@@ -1,0 +1,81 @@
+"""The threads that compile guides: a call that exceeds its time holds up nobody, not even the end of the process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from openengine.core.guides.workers import Workers
+from openengine.errors import InvalidArgument, Overloaded, PreconditionFailed
+
+
+@pytest.fixture
+def release():
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def stuck(workers: Workers, release: threading.Event, seconds: float = 0.02) -> None:
+    with workers.time_limit(seconds, InvalidArgument("too long")):
+        release.wait(30)
+
+
+def test_a_call_that_exceeds_its_time_is_given_up_and_others_go_on(release):
+    workers = Workers(1, name="test")
+    late = [workers.submit(stuck, workers, release) for _ in range(3)]
+    assert workers.submit(lambda: 5).result(5) == 5
+    for future in late:
+        with pytest.raises(InvalidArgument, match="too long"):
+            future.result(5)
+    workers.close()
+
+
+def test_while_too_many_calls_are_given_up_new_ones_are_refused_and_then_taken_again(release):
+    workers = Workers(2, name="test")
+    late = [workers.submit(stuck, workers, release) for _ in range(12)]
+    errors = [future.exception(5) for future in late]
+    assert {type(error) for error in errors} == {InvalidArgument, Overloaded}
+    with pytest.raises(Overloaded, match="try again"):
+        workers.submit(int)
+    release.set()
+    deadline = time.monotonic() + 5
+    while True:
+        try:
+            assert workers.submit(int).result(5) == 0
+            break
+        except Overloaded:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    workers.close()
+
+
+def test_closing_refuses_what_runs_and_what_waits_and_ends_idle_threads(release):
+    workers = Workers(1, name="test-closing")
+    futures = [workers.submit(stuck, workers, release, 30) for _ in range(2)]
+    time.sleep(0.02)
+    workers.close()
+    for future in futures:
+        with pytest.raises(PreconditionFailed, match="closed"):
+            future.result(5)
+    with pytest.raises(PreconditionFailed, match="closed"):
+        workers.submit(int)
+    release.set()
+    deadline = time.monotonic() + 5
+    while any(thread.name == "test-closing" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_the_process_ends_while_a_call_goes_on():
+    script = (
+        "import time\nfrom openengine.core.guides.workers import Workers\n"
+        "Workers(1, name='test').submit(time.sleep, 60)\ntime.sleep(0.1)\n"
+    )
+    began = time.monotonic()
+    assert subprocess.run([sys.executable, "-c", script], check=False, timeout=30).returncode == 0
+    assert time.monotonic() - began < 20
