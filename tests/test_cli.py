@@ -187,7 +187,8 @@ def test_json_is_one_line_with_the_result_and_what_it_was_made_with(smollm2, cap
 
 
 def test_chat_answers_a_message_and_stops_by_itself(smollm2, capsys):
-    options = ["--model", str(smollm2), "--json", "--temperature", "0", "--quiet"]
+    # In bfloat16 the rounding of PyTorch's kernels makes another answer of it.
+    options = ["--model", str(smollm2), "--json", "--temperature", "0", "--quiet", "--dtype", "float32"]
     assert main(["--chat", "What is the capital of France?", *options]) == 0
     row = json.loads(capsys.readouterr().out)
     assert row["finish_reason"] == "stop"
