@@ -7,7 +7,7 @@ applying masks (sampler.py).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
 import torch
@@ -35,7 +35,9 @@ class StepMasks:
 
     def begin(self, sampled: Iterable[Sequence]) -> None:
         """Start on the masks of the outputs that will be sampled, in the order of their pairs."""
-        self.finish()  # a forward pass that failed left them
+        if self._filling is not None:  # left by a forward pass that failed; how it ended is not this step's business
+            wait([self._filling])
+            self._filling = None
         guided = [(pair, seq.guide_state) for pair, seq in enumerate(sampled) if seq.guide_state is not None]
         if guided:
             self._pairs = np.array([pair for pair, _ in guided], np.int64)
