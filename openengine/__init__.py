@@ -11,14 +11,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from openengine.core.config import EngineConfig
-    from openengine.core.guided import CompiledGuide
+    from openengine.core.guides.compiled import CompiledGuide
     from openengine.core.tokenizer import load_tokenizer
     from openengine.demo import demo_model
     from openengine.engine import Engine
     from openengine.errors import *
+    from openengine.event_types import *
     from openengine.handle import EventStream, Handle
     from openengine.options import build_request
+    from openengine.results import *
     from openengine.service_types import *
+    from openengine.task_results import *
     from openengine.task_types import *
     from openengine.tasks import TaskHandle
     from openengine.tokenizer_types import *
@@ -190,7 +193,7 @@ __all__ = [
 
 # Where the names live that are in none of the modules that offer values and errors.
 _HOMES = {
-    "CompiledGuide": "core.guided",
+    "CompiledGuide": "core.guides.compiled",
     "Engine": "engine",
     "EngineConfig": "core.config",
     "EventStream": "handle",
@@ -200,7 +203,16 @@ _HOMES = {
     "demo_model": "demo",
     "load_tokenizer": "core.tokenizer",
 }
-_VALUES = ("errors", "types", "task_types", "service_types", "tokenizer_types")
+_VALUES = (
+    "errors",
+    "types",
+    "results",
+    "task_types",
+    "task_results",
+    "service_types",
+    "event_types",
+    "tokenizer_types",
+)
 
 
 def __getattr__(name: str) -> object:

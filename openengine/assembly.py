@@ -1,4 +1,5 @@
-"""From a loaded model to the parts that an engine runs and asks: scheduler, runner, limits, the preparers of requests.
+"""From a loaded model to the parts that an engine runs and asks: the loop and what it drives, limits, the preparers of
+requests, the tokenizer's service.
 
 An encoder has whole items and no KV cache, a decoder sequences over one; who drives either does not see which it is.
 """
@@ -7,25 +8,40 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from openengine.core.admission import Limits
+from openengine.core.admission import Limits, RequestPreparer, sampling_defaults
 from openengine.core.blocks import BlockManager
+from openengine.core.cache_key_service import CacheKeyService
 from openengine.core.cache_keys import root_key
 from openengine.core.config import EngineConfig
 from openengine.core.encoder_runner import EncoderRunner
 from openengine.core.encoder_scheduler import EncoderScheduler
 from openengine.core.events import EventLog
-from openengine.core.guided import GuideCompiler
+from openengine.core.guides.compiler import GuideCompiler, NoGuides, guide_compiler
+from openengine.core.loop import EngineLoop
+from openengine.core.output_processor import OutputProcessor
 from openengine.core.pooler import Pooler
+from openengine.core.reports import Reports
 from openengine.core.runner import ModelRunner
+from openengine.core.runtime_events import RuntimeEventBus
 from openengine.core.scheduler import Scheduler
 from openengine.core.score_template import JOINED, find_score_template, yes_no_ids
 from openengine.core.task_admission import TaskLimits, TaskPreparer
+from openengine.core.task_capabilities import NoGeneration
 from openengine.core.task_kinds import TaskKind
 from openengine.core.task_output import ScoreHead
 from openengine.core.task_tokens import TaskTokenizer
+from openengine.core.tokenizer_service import TokenizerService
 from openengine.loading import LoadedModel
 
-__all__ = ["Machinery", "assemble", "limits_of", "task_preparer"]
+__all__ = [
+    "Machinery",
+    "assemble",
+    "engine_loop",
+    "generation_parts",
+    "limits_of",
+    "task_preparer",
+    "tokenizer_service",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +55,7 @@ class Machinery:
     has_cache: bool
 
 
-def assemble(config: EngineConfig, loaded: LoadedModel, guides: GuideCompiler | None) -> Machinery:
+def assemble(config: EngineConfig, loaded: LoadedModel, guides: GuideCompiler | NoGuides) -> Machinery:
     """Put together what the loop runs, from scratch."""
     profile, pool = loaded.profile, loaded.pool
     num_tokens = config.tokens_per_step(is_encoder=profile.is_encoder)
@@ -63,10 +79,28 @@ def assemble(config: EngineConfig, loaded: LoadedModel, guides: GuideCompiler | 
         loaded.spec,
         pool,
         max_num_seqs=config.max_num_seqs,
-        guides=guides,
+        guides=guides if isinstance(guides, GuideCompiler) else None,
         pooler=pooler,
     )
     return Machinery(scheduler, runner, kv_log, root, config.enable_prefix_cache)
+
+
+def engine_loop(config: EngineConfig, loaded: LoadedModel, machinery: Machinery, instance_id: str) -> EngineLoop:
+    """The loop that runs `machinery`, not started yet."""
+    scheduler = machinery.scheduler
+    return EngineLoop(
+        scheduler,
+        machinery.runner,
+        OutputProcessor(scheduler, loaded.tokenizer.token_text),
+        Reports(
+            scheduler,
+            instance_id=instance_id,
+            kv_log=machinery.kv_log,
+            runtime_events=RuntimeEventBus(instance_id),
+        ),
+        max_queued_requests=config.max_queued_requests,
+        num_threads=config.num_threads,
+    )
 
 
 def limits_of(config: EngineConfig, loaded: LoadedModel) -> Limits:
@@ -83,6 +117,60 @@ def limits_of(config: EngineConfig, loaded: LoadedModel) -> Limits:
         num_kv_blocks=0 if pool is None else pool.num_blocks,
         max_num_sequences=config.max_num_seqs,
         eos_token_ids=frozenset(loaded.eos_token_ids),
+    )
+
+
+def generation_parts(
+    config: EngineConfig, loaded: LoadedModel, limits: Limits, *, abilities: str
+) -> tuple[RequestPreparer | NoGeneration, GuideCompiler | NoGuides]:
+    """What prepares generations and what compiles their guides; both refuse where the model has other `abilities`.
+
+    Raises InvalidArgument for defaults of sampling that no request may have.
+    """
+    defaults, default_max_tokens = sampling_defaults(
+        config.default_sampling, loaded.generation_config if config.generation_config else {}
+    )
+    if not loaded.profile.generates:
+        return NoGeneration(abilities), NoGuides("the model does not generate text")
+    guides = guide_compiler(
+        loaded.tokenizer,
+        limits.vocab_size,
+        loaded.eos_token_ids,
+        timeout_s=config.guide_timeout_s,
+        max_bytes=config.guide_max_bytes,
+    )
+    preparer = RequestPreparer(
+        loaded.tokenizer,
+        limits,
+        defaults=defaults,
+        default_max_tokens=default_max_tokens,
+        seed=config.seed,
+        guides=guides,
+        jump_ahead=config.guide_jump_ahead,
+    )
+    return preparer, guides
+
+
+def tokenizer_service(loaded: LoadedModel, machinery: Machinery) -> TokenizerService:
+    """The tokenizer, and the keys of the prefix cache where there is one."""
+    vocab_size = loaded.model.config.vocab_size
+    cache_keys = None
+    if machinery.has_cache:
+        cache_keys = CacheKeyService(
+            model=loaded.names[0],
+            vocab_size=vocab_size,
+            block_size=loaded.pool.block_size,
+            root_key=machinery.root,
+            model_revision=loaded.revision,
+            tokenizer_fingerprint=loaded.tokenizer.fingerprint,
+        )
+    return TokenizerService(
+        loaded.tokenizer,
+        names=loaded.names,
+        vocab_size=vocab_size,
+        eos_token_ids=loaded.eos_token_ids,
+        cache_keys=cache_keys,
+        revision=loaded.revision,
     )
 
 

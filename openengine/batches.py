@@ -11,18 +11,63 @@ import copy
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from typing import Any
 
 from openengine.core.sequence import SequenceGroup
 from openengine.errors import InvalidArgument, OpenEngineError, Overloaded
 from openengine.handle import Handle
 from openengine.progress import check_progress, progress_bar
-from openengine.types import GenerationResult
+from openengine.results import GenerationResult
 
-__all__ = ["aadmit", "arun_batch", "cancel_and_wait", "check_on_error", "failed", "named_item", "run_batch"]
+__all__ = [
+    "Admit",
+    "aadmit",
+    "arun_batch",
+    "arun_one",
+    "cancel_and_wait",
+    "check_on_error",
+    "failed_item",
+    "run_batch",
+    "run_one",
+]
 
-Admit = Callable[..., Handle]  # (group, *, wait) -> handle; with `wait` a full queue is waited for, else Overloaded
+# (group, *, wait) -> handle; with `wait` a full queue is waited for, else Overloaded
+Admit = Callable[..., Handle[Any]]
 
 _RETRY_S = 0.02  # between attempts of an event loop's batch to enter a full queue
+
+
+def run_one(start: Callable[[], Handle[GenerationResult]], request_id: str, *, on_error: str) -> GenerationResult:
+    """The result of the request that `start` begins. An interrupt ends it and waits for that."""
+    handle = None
+    try:
+        handle = start()
+        return handle.result()
+    except OpenEngineError as exc:
+        if on_error == "raise":
+            raise
+        return _failed(request_id, exc)
+    except BaseException:
+        cancel_and_wait([handle] if handle else [])
+        raise
+
+
+async def arun_one(
+    start: Callable[[], Awaitable[Handle[GenerationResult]]], request_id: str, *, on_error: str
+) -> GenerationResult:
+    """`run_one` for an event loop. Cancelling it cancels the request."""
+    handle = None
+    try:
+        handle = await start()
+        return await handle.aresult()
+    except OpenEngineError as exc:
+        if on_error == "raise":
+            raise
+        return _failed(request_id, exc)
+    except BaseException:
+        if handle is not None:
+            handle.cancel()
+        raise
 
 
 def run_batch(
@@ -31,7 +76,7 @@ def run_batch(
     """Yield (index, result) as items finish; one that is a result already is yielded as it is."""
     check_progress(progress)
     finished = _Finished()
-    pending: dict[int, Handle] = {}
+    pending: dict[int, Handle[GenerationResult]] = {}
     position = 0
     total = len(items)
     with progress_bar(progress if total > 1 else False, total=total, desc="generating", unit="req") as bar:
@@ -39,10 +84,7 @@ def run_batch(
             for count in range(total):
                 while position < total and len(pending) < window:
                     item, items[position] = items[position], None
-                    try:
-                        _start(admit, position, item, pending, finished, on_error)
-                    except OpenEngineError as exc:
-                        raise named_item(exc, position, total) from exc
+                    _start(admit, position, item, pending, finished, total, on_error)
                     position += 1
                 index, result = finished.get()
                 handle = pending.pop(index, None)
@@ -58,8 +100,9 @@ def _start(
     admit: Admit,
     index: int,
     item: SequenceGroup | GenerationResult,
-    pending: dict[int, Handle],
+    pending: dict[int, Handle[GenerationResult]],
     finished: _Finished,
+    total: int,
     on_error: str,
 ) -> None:
     if isinstance(item, GenerationResult):
@@ -68,16 +111,14 @@ def _start(
     try:
         handle = admit(item, wait=True)
     except OpenEngineError as exc:
-        if on_error == "raise":
-            raise
-        finished.put(index, failed(item.request_id, exc))
+        finished.put(index, failed_item(exc, item.request_id, index=index, total=total, on_error=on_error))
         return
     pending[index] = handle
     handle.on_done(lambda: finished.put(index, None))
 
 
 async def arun_batch(
-    start: Callable[..., Awaitable[Handle]],
+    start: Callable[..., Awaitable[Handle[GenerationResult]]],
     items: list[SequenceGroup | GenerationResult],
     *,
     window: int,
@@ -98,9 +139,7 @@ async def arun_batch(
                     handle.cancel()
                     raise
             except OpenEngineError as exc:
-                if on_error == "raise":
-                    raise named_item(exc, index, len(items)) from exc
-                return failed(item.request_id, exc)
+                return failed_item(exc, item.request_id, index=index, total=len(items), on_error=on_error)
 
     tasks = [asyncio.ensure_future(run(index, item)) for index, item in enumerate(items)]
     try:
@@ -112,7 +151,7 @@ async def arun_batch(
         raise
 
 
-async def aadmit(admit: Admit, group: SequenceGroup) -> Handle:
+async def aadmit(admit: Admit, group: SequenceGroup) -> Handle[Any]:
     """Wait for room in the queue while the event loop runs on."""
     while True:
         try:
@@ -121,13 +160,11 @@ async def aadmit(admit: Admit, group: SequenceGroup) -> Handle:
             await asyncio.sleep(_RETRY_S)
 
 
-def _result_or_error(handle: Handle, on_error: str, index: int, total: int) -> GenerationResult:
+def _result_or_error(handle: Handle[GenerationResult], on_error: str, index: int, total: int) -> GenerationResult:
     try:
         return handle.result()
     except OpenEngineError as exc:
-        if on_error == "raise":
-            raise named_item(exc, index, total) from exc
-        return failed(handle.request_id, exc)
+        return failed_item(exc, handle.request_id, index=index, total=total, on_error=on_error)
 
 
 def check_on_error(on_error: str) -> None:
@@ -136,19 +173,22 @@ def check_on_error(on_error: str) -> None:
         raise InvalidArgument(f"on_error must be 'raise' or 'return', not {on_error!r:.80}")
 
 
-def failed(request_id: str, error: OpenEngineError) -> GenerationResult:
-    """A result in an error's place; a copy, because a raised error refers to frames and they to the engine."""
-    return GenerationResult(request_id=request_id, error=copy.copy(error))
-
-
-def named_item(error: OpenEngineError, index: int, total: int) -> OpenEngineError:
+def failed_item(error: OpenEngineError, request_id: str, *, index: int, total: int, on_error: str) -> GenerationResult:
+    """A result in the place of an item's error, or where `on_error` says "raise" the error, naming the item."""
+    if on_error != "raise":
+        return _failed(request_id, error)
     named = copy.copy(error)
     named.message = f"item {index} of {total}: {error.message}"
     named.args = (named.message,)
-    return named
+    raise named from error
 
 
-def cancel_and_wait(handles: Iterable[Handle]) -> None:
+def _failed(request_id: str, error: OpenEngineError) -> GenerationResult:
+    """A result with a copy of the error, because a raised one refers to frames and they to the engine."""
+    return GenerationResult(request_id=request_id, error=copy.copy(error))
+
+
+def cancel_and_wait(handles: Iterable[Handle[Any]]) -> None:
     """End these requests and wait until the loop has given back what they held."""
     handles = list(handles)
     for handle in handles:

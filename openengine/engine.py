@@ -11,109 +11,75 @@ import asyncio
 import functools
 import logging
 import os
-import time
 import uuid
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
-from openengine import __version__
-from openengine.assembly import Machinery, assemble, limits_of, task_preparer
-from openengine.batches import aadmit, arun_batch, cancel_and_wait, check_on_error, failed, named_item, run_batch
-from openengine.core.admission import RequestPreparer, as_token_ids, sampling_defaults
-from openengine.core.cache_key_service import CacheKeyService
+from openengine.assembly import (
+    assemble,
+    engine_loop,
+    generation_parts,
+    limits_of,
+    task_preparer,
+    tokenizer_service,
+)
+from openengine.batches import aadmit, arun_batch, arun_one, check_on_error, run_batch, run_one
+from openengine.core.admission import as_token_ids
 from openengine.core.config import EngineConfig
-from openengine.core.guided import CompiledGuide, GuideCompiler, NoGuides, guide_compiler
-from openengine.core.loop import EngineLoop, LoopState
-from openengine.core.runtime_events import RuntimeEventBus
+from openengine.core.guides.compiled import CompiledGuide
+from openengine.core.guides.compiler import GuideCompiler, NoGuides
+from openengine.core.loop import EngineLoop
 from openengine.core.sequence import SequenceGroup
 from openengine.core.subscription import Subscription
 from openengine.core.task_capabilities import NoGeneration
 from openengine.core.tokenizer_service import TokenizerService
-from openengine.errors import (
-    Draining,
-    DuplicateRequest,
-    InvalidArgument,
-    ModelNotFound,
-    OpenEngineError,
-    PreconditionFailed,
-)
+from openengine.discovery import Discovery, generation_capabilities
+from openengine.errors import InvalidArgument, PreconditionFailed
+from openengine.event_types import GetKvEventSourcesResponse, KvEventBatch, RuntimeEvent, RuntimeEventType
 from openengine.handle import EventStream, Handle, LateStream
-from openengine.loading import LoadedModel, attributes, load, start_line
+from openengine.health import as_probe, overall, probe, probe_request, readiness
+from openengine.loading import LoadedModel, load, start_line
 from openengine.options import (
     Prompt,
-    batch_items,
     build_guide,
-    build_request,
     check_options,
     is_single_prompt,
     request_id_of,
     suggest,
     take_chat_options,
 )
+from openengine.requests import Requests
+from openengine.results import GenerationResult
 from openengine.service import Services
 from openengine.service_types import (
-    GetKvEventSourcesResponse,
-    KvConnectorInfo,
-    KvEventBatch,
-    ListLorasResponse,
-    LoadLoraResponse,
-    RuntimeEvent,
-    RuntimeEventType,
-    UnloadLoraResponse,
-)
-from openengine.task_types import (
-    ClassificationOutput,
-    ClassifyRequest,
-    ClassifyResponse,
-    EmbeddingOutput,
-    EmbedRequest,
-    EmbedResponse,
-    ScoreRequest,
-    ScoreResponse,
-)
-from openengine.tasks import PreparedTask, TaskHandle, Tasks
-from openengine.tokenizer_types import CacheKeySpec, ComputeCacheKeysResponse, TokenizerArtifactChunk, TokenizerInfo
-from openengine.types import (
     AbortResponse,
-    CandidateTokenSelectionMode,
     DrainResponse,
-    DrainState,
     EngineInfo,
     EngineRole,
-    GenerateRequest,
-    GenerationCapabilities,
-    GenerationResult,
-    GuidedDecoding,
-    GuidedDecodingCapabilities,
-    HealthCheck,
     HealthResponse,
-    HealthState,
-    KvSessionRef,
+    KvConnectorInfo,
+    ListLorasResponse,
     LoadInfo,
-    LogprobCapabilities,
+    LoadLoraResponse,
     ModelInfo,
-    ParallelismInfo,
-    SamplingParams,
-    StoppingOptions,
+    UnloadLoraResponse,
 )
+from openengine.task_results import (
+    ClassificationOutput,
+    ClassifyResponse,
+    EmbeddingOutput,
+    EmbedResponse,
+    ScoreResponse,
+)
+from openengine.task_types import ClassifyRequest, EmbedRequest, ScoreRequest
+from openengine.tasks import PreparedTask, TaskHandle, Tasks
+from openengine.tokenizer_types import CacheKeySpec, ComputeCacheKeysResponse, TokenizerArtifactChunk, TokenizerInfo
+from openengine.types import GenerateRequest, GuidedDecoding, KvSessionRef, SamplingParams
 
 __all__ = ["Engine"]
 
 _log = logging.getLogger("openengine")
-_SCHEMA_RELEASE = "d0f29fec31f31db5cfd49cf3e0f67da84d10c709"  # source commit of the contract's revision 1
-_PROBE_TIMEOUT_S = 60.0
-_PROBE_PRIORITY = 2**31 - 1
-_LOOP_TO_HEALTH = {
-    LoopState.STARTING: HealthState.STARTING,
-    LoopState.READY: HealthState.READY,
-    LoopState.DEGRADED: HealthState.DEGRADED,
-    LoopState.DRAINING: HealthState.DRAINING,
-    LoopState.STOPPED: HealthState.NOT_READY,
-}
 
 
 class Engine:
@@ -134,57 +100,36 @@ class Engine:
 
     def _wire(self, config: EngineConfig, loaded: LoadedModel) -> None:
         """Put the parts together and start the loop."""
-        self._config = config
-        self._instance_id = str(uuid.uuid4())
+        instance_id = str(uuid.uuid4())
+        limits = limits_of(config, loaded)
+        tasks = task_preparer(config, loaded)
+        preparer, guides = generation_parts(config, loaded, limits, abilities=tasks.abilities)
+        machinery = assemble(config, loaded, guides)
+        self._loop = engine_loop(config, loaded, machinery, instance_id)
+        self._limits, self._preparer, self._guides = limits, preparer, guides
         self._tokenizer = loaded.tokenizer
-        self._model_names = loaded.names
-        self._profile = loaded.profile
-        self._limits = limits_of(config, loaded)
-        preparer = task_preparer(config, loaded)
-        defaults, default_max_tokens = sampling_defaults(
-            config.default_sampling, loaded.generation_config if config.generation_config else {}
-        )
-        self._guides: GuideCompiler | NoGuides = NoGuides("the model does not generate text")
-        self._preparer: RequestPreparer | NoGeneration = NoGeneration(preparer.abilities)
-        if loaded.profile.generates:
-            self._guides = guide_compiler(
-                self._tokenizer,
-                self._limits.vocab_size,
-                loaded.eos_token_ids,
-                timeout_s=config.guide_timeout_s,
-                max_bytes=config.guide_max_bytes,
-            )
-            self._preparer = RequestPreparer(
-                self._tokenizer,
-                self._limits,
-                defaults=defaults,
-                default_max_tokens=default_max_tokens,
-                seed=config.seed,
-                guides=self._guides,
-                jump_ahead=config.guide_jump_ahead,
-            )
-        machinery = assemble(config, loaded, self._guides if isinstance(self._guides, GuideCompiler) else None)
-        kv_log = machinery.kv_log
-        self._loop = EngineLoop(
-            machinery.scheduler,
-            machinery.runner,
-            token_text=self._tokenizer.token_text,
-            max_queued_requests=config.max_queued_requests,
-            num_threads=config.num_threads,
-            instance_id=self._instance_id,
-            kv_log=kv_log,
-            runtime_events=RuntimeEventBus(self._instance_id),
-        )
+        self._tokenizer_service = tokenizer_service(loaded, machinery)
+        self._requests = Requests(preparer, guides, self._loop)
         self._tasks = Tasks(
-            preparer,
+            tasks,
             self._loop.check_accepting,
             tokens_per_step=config.tokens_per_step(is_encoder=loaded.profile.is_encoder),
         )
-        self._services = Services(self._loop, _tokenizer_service(loaded, machinery), kv_log)
-        self._attributes = attributes(loaded)
+        self._services = Services(self._loop)
+        self._discovery = Discovery(
+            config,
+            loaded,
+            limits,
+            instance_id=instance_id,
+            generation=generation_capabilities(limits, preparer, guides),
+            tasks=tasks.capabilities,
+            kv_log=machinery.kv_log,
+        )
+        # Of a batch, how many are in flight: enough to keep every slot busy, and within the queue.
+        self._window = min(4 * config.max_num_seqs, config.max_queued_requests)
         self._loop.start()
-        self._finalizer = weakref.finalize(self, _shut_down, self._guides, self._loop)
-        _log.info("%s", start_line(self._attributes))
+        self._finalizer = weakref.finalize(self, _shut_down, guides, self._loop)
+        _log.info("%s", start_line(self._discovery.info.attributes))
 
     # ---- generation ------------------------------------------------------------------------------
 
@@ -210,18 +155,12 @@ class Engine:
         if is_single_prompt(prompts):
             check_on_error(on_error)
             check_options(sampling, options)
-            handle = None
-            try:
-                request = self._build_single(prompts, sampling, options)
-                handle = self._admit(self._prepare(request), keep_events=False, wait=True)
-                return handle.result()
-            except OpenEngineError as exc:
-                if on_error == "raise":
-                    raise
-                return failed(request_id_of(prompts, options), exc)
-            except BaseException:
-                cancel_and_wait([handle] if handle else [])
-                raise
+
+            def start() -> Handle[GenerationResult]:
+                request = self._requests.one(prompts, sampling, options)
+                return self._admit(self._requests.prepare(request), wait=True)
+
+            return run_one(start, request_id_of(prompts, options), on_error=on_error)
         results: dict[int, GenerationResult] = dict(
             self.as_completed(prompts, sampling, progress=progress, on_error=on_error, **options)
         )
@@ -240,9 +179,7 @@ class Engine:
 
         Leaving the iteration early cancels what is still running.
         """
-        requests = self._build_batch(prompts, sampling, on_error, options)
-        self._preparer.warn(requests)
-        items = self._prepare_batch(requests, on_error)
+        items = self._requests.batch(prompts, sampling, options, on_error=on_error)
         return run_batch(self._admit, items, window=self._window, on_error=on_error, progress=progress)
 
     def chat(
@@ -275,9 +212,9 @@ class Engine:
         A request with a guide begins, or is refused, when its first event is asked for: a guide takes time to compile.
         """
         prompt, options = self._with_messages(prompt, messages, options)
-        request = self._build_single(prompt, sampling, options)
+        request = self._requests.one(prompt, sampling, options)
         if request.guided is None:
-            return EventStream(self._admit(self._prepare(request), keep_events=True))
+            return EventStream(self._admit(self._requests.prepare(request), keep_events=True))
         return LateStream(lambda: self._asubmit(request))
 
     async def agenerate(
@@ -292,27 +229,17 @@ class Engine:
         """`generate` for an event loop, which stays free meanwhile. Cancelling the task cancels the requests."""
         prompts, options = await asyncio.to_thread(self._with_messages, prompts, messages, options)
         if not is_single_prompt(prompts):
-            requests = await asyncio.to_thread(self._build_batch, prompts, sampling, on_error, options)
-            self._preparer.warn(requests)
-            requests = await self._with_guides(requests, on_error)
-            items = await asyncio.to_thread(self._prepare_batch, requests, on_error)
-            start = functools.partial(aadmit, self._admit)
-            return await arun_batch(start, items, window=self._window, on_error=on_error)
+            items = await self._requests.abatch(prompts, sampling, options, on_error=on_error)
+            admit = functools.partial(aadmit, self._admit)
+            return await arun_batch(admit, items, window=self._window, on_error=on_error)
         check_on_error(on_error)
         check_options(sampling, options)
-        handle = None
-        try:
-            request = self._build_single(prompts, sampling, options)
-            handle = await aadmit(self._admit, await self._aprepare(request))
-            return await handle.aresult()
-        except OpenEngineError as exc:
-            if on_error == "raise":
-                raise
-            return failed(request_id_of(prompts, options), exc)
-        except BaseException:
-            if handle is not None:
-                handle.cancel()
-            raise
+
+        async def start() -> Handle[GenerationResult]:
+            request = self._requests.one(prompts, sampling, options)
+            return await aadmit(self._admit, await self._requests.aprepare(request))
+
+        return await arun_one(start, request_id_of(prompts, options), on_error=on_error)
 
     def submit(
         self,
@@ -321,13 +248,13 @@ class Engine:
         *,
         messages: Sequence[Any] | None = None,
         **options: Any,
-    ) -> Handle:
+    ) -> Handle[GenerationResult]:
         """Start one request and return its handle at once.
 
         What this raises was not accepted; what goes wrong later, the handle raises.
         """
         prompt, options = self._with_messages(request, messages, options)
-        return self._admit(self._prepare(self._build_single(prompt, sampling, options)), keep_events=True)
+        return self._admit(self._requests.prepare(self._requests.one(prompt, sampling, options)), keep_events=True)
 
     async def asubmit(
         self,
@@ -336,13 +263,13 @@ class Engine:
         *,
         messages: Sequence[Any] | None = None,
         **options: Any,
-    ) -> Handle:
+    ) -> Handle[GenerationResult]:
         """`submit` for an event loop, which stays free while the prompt is tokenized and a guide compiled."""
         prompt, options = await asyncio.to_thread(self._with_messages, request, messages, options)
-        return await self._asubmit(self._build_single(prompt, sampling, options))
+        return await self._asubmit(self._requests.one(prompt, sampling, options))
 
-    async def _asubmit(self, request: GenerateRequest) -> Handle:
-        return self._admit(await self._aprepare(request), keep_events=True)
+    async def _asubmit(self, request: GenerateRequest) -> Handle[GenerationResult]:
+        return self._admit(await self._requests.aprepare(request), keep_events=True)
 
     # ---- guides ----------------------------------------------------------------------------------
 
@@ -440,64 +367,11 @@ class Engine:
 
     def info(self) -> EngineInfo:
         """Who serves: version, role, model names; `attributes` says device, dtype, kernels and memory."""
-        return EngineInfo(
-            engine_name="openengine",
-            engine_version=__version__,
-            role=EngineRole.AGGREGATED,
-            instance_id=self._instance_id,
-            supported_models=self._model_names,
-            parallelism=ParallelismInfo(
-                tensor_parallel_size=1,
-                pipeline_parallel_size=1,
-                data_parallel_size=1,
-                data_parallel_rank=0,
-                data_parallel_start_rank=0,
-            ),
-            schema_revision=1,
-            minimum_client_revision=1,
-            schema_release=_SCHEMA_RELEASE,
-            kv_connector=self.kv_connector_info(),
-            attributes=self._attributes,
-        )
+        return self._discovery.info
 
     def model_info(self, model: str | None = None) -> ModelInfo:
         """What the model can do and how much fits. Raises ModelNotFound for a name that is not served."""
-        self._check_model(model)
-        limits = self._limits
-        return ModelInfo(
-            model_id=self._model_names[0],
-            served_model_name=self._config.served_model_name or self._model_names[0],
-            served_model_aliases=self._config.aliases,
-            max_context_length=limits.max_model_len,
-            kv_block_size=limits.block_size or None,
-            total_kv_blocks=limits.num_kv_blocks or None,
-            max_running_requests=None if self._profile.is_encoder else self._config.max_num_seqs,
-            max_batched_tokens=self._config.tokens_per_step(is_encoder=self._profile.is_encoder),
-            supports_text_input=True,
-            supports_token_ids_input=True,
-            generation=self._generation_capabilities() if self._profile.generates else None,
-            supports_lora=False,
-            supports_multimodal=False,
-            tasks=self._tasks.preparer.capabilities,
-            tokenizer=self._services.tokenizer.capabilities(),
-        )
-
-    def _generation_capabilities(self) -> GenerationCapabilities:
-        logprobs = LogprobCapabilities(
-            supported=True,
-            candidate_selection_modes=tuple(CandidateTokenSelectionMode),
-            max_top_n=self._preparer.max_top_n,
-        )
-        return GenerationCapabilities(
-            prompt_logprobs=logprobs,
-            output_logprobs=logprobs,
-            guided_decoding=GuidedDecodingCapabilities(supported=bool(self._guides.modes), modes=self._guides.modes),
-            max_num_sequences=self._limits.max_num_sequences,
-            supports_priority=True,
-            supports_stop_in_output=True,
-            supports_cache_salt=True,
-            supports_prefix_cache_bypass=True,
-        )
+        return self._discovery.model_info(model, self._tokenizer_service)
 
     def load_info(self, *, include_per_rank: bool = False) -> LoadInfo:
         """The scheduler's load after the latest step; `include_per_rank` adds it by data-parallel rank."""
@@ -507,27 +381,18 @@ class Engine:
         self, *, include_inference_probe: bool = False, model: str | None = None, role: EngineRole | None = None
     ) -> HealthResponse:
         """Readiness; with `include_inference_probe` one token is computed, leaving nothing cached."""
-        state = _LOOP_TO_HEALTH[self._loop.state] if self._loop.is_here else HealthState.NOT_READY
-        checks = [HealthCheck("scheduler", state), HealthCheck("model", state)]
-        if role is not None and role not in tuple(EngineRole):
-            raise InvalidArgument(f"role must be one of {', '.join(EngineRole)}, not {role!r:.80}")
-        if role is not None and role != EngineRole.AGGREGATED:
-            message = f"expected {role}, this engine is {EngineRole.AGGREGATED}"
-            checks.append(HealthCheck("role", HealthState.NOT_READY, message))
-        elif role is not None:
-            checks.append(HealthCheck("role", HealthState.READY))
-        self._check_model(model)
+        checks = readiness(self._loop, role)
+        self._discovery.check_model(model)
         if include_inference_probe:
-            checks.append(self._probe())
-        not_ready = [check for check in checks if check.state is HealthState.NOT_READY]
-        return HealthResponse(HealthState.NOT_READY if not_ready else state, tuple(checks))
+            checks.append(probe(self._loop, self._start_probe))
+        return HealthResponse(overall(checks), tuple(checks))
 
-    # ---- KV cache, events, tokenizer service: see service.py -------------------------------------
+    # ---- KV cache, events, tokenizer service -----------------------------------------------------
 
     @property
     def tokenizer_service(self) -> TokenizerService:
         """The tokenizer in the contract's terms, with options, fingerprints and expectations."""
-        return self._services.tokenizer
+        return self._tokenizer_service
 
     def kv_events(
         self, *, include_snapshot: bool = False, start_sequence_number: int = 0, data_parallel_ranks: Sequence[int] = ()
@@ -542,37 +407,37 @@ class Engine:
 
     def runtime_events(self, types: Iterable[RuntimeEventType] = ()) -> Subscription[RuntimeEvent]:
         """Steps, batches and the queue as they happen, of these types (all for none). A slow reader loses the oldest."""
-        return self._loop.runtime_events.subscribe(types)
+        return self._loop.subscribe_runtime_events(types)
 
     def kv_connector_info(self) -> KvConnectorInfo:
         """How KV state goes to other engines: an aggregated engine has no connector."""
-        return self._services.kv_connector_info()
+        return self._discovery.info.kv_connector
 
     def kv_event_sources(self, *, data_parallel_ranks: Sequence[int] = ()) -> GetKvEventSourcesResponse:
         """Where others can read the KV events; nowhere before a server has called `advertise`."""
-        return self._services.kv_event_sources(data_parallel_ranks)
+        return self._discovery.kv_event_sources(data_parallel_ranks)
 
     def advertise(self, host: str, port: int) -> None:
         """Name the address at which a gRPC server offers this engine; discovery repeats it."""
-        self._services.advertise(host, port)
+        self._discovery.advertise(host, port)
 
     def tokenizer_info(self) -> TokenizerInfo:
         """The tokenizer's identity, special tokens, files and default options."""
-        return self._services.tokenizer.info()
+        return self._tokenizer_service.info()
 
     def tokenizer_artifacts(self, names: Sequence[str] = (), **options: Any) -> Iterator[TokenizerArtifactChunk]:
         """The files that rebuild the tokenizer, in chunks; options as for `TokenizerService.artifacts`."""
-        return self._services.tokenizer.artifacts(names=names, **options)
+        return self._tokenizer_service.artifacts(names=names, **options)
 
     def cache_key_spec(self) -> CacheKeySpec:
         """What it takes to compute the prefix cache's keys elsewhere."""
-        return self._services.tokenizer.cache_key_spec()
+        return self._tokenizer_service.cache_key_spec()
 
     def cache_keys(
         self, *, text: str | None = None, tokens: Sequence[int] | None = None, **options: Any
     ) -> ComputeCacheKeysResponse:
         """The keys of a prompt's full blocks; options as for `TokenizerService.cache_keys`."""
-        return self._services.tokenizer.cache_keys(text=text, tokens=tokens, **options)
+        return self._tokenizer_service.cache_keys(text=text, tokens=tokens, **options)
 
     # ---- what this engine does not do ------------------------------------------------------------
 
@@ -623,12 +488,11 @@ class Engine:
         abort_after_deadline: bool = False,
     ) -> Iterator[DrainResponse]:
         """`drain` with its progress: STARTED, IN_PROGRESS at least once a second, COMPLETE."""
-        is_integer = isinstance(deadline_ms, (int, np.integer)) and not isinstance(deadline_ms, bool)
-        if deadline_ms is not None and not (is_integer and deadline_ms >= 0):
-            raise InvalidArgument(f"deadline_ms must be a non-negative integer, not {deadline_ms!r:.80}")
-        if stop_accepting_new_requests:
-            self._loop.stop_accepting()
-        return self._drain_reports(deadline_ms, abort_after_deadline)
+        return self._services.drain(
+            stop_accepting=stop_accepting_new_requests,
+            deadline_ms=deadline_ms,
+            abort_after_deadline=abort_after_deadline,
+        )
 
     def check_accepting(self) -> None:
         """Raises Draining where a drain has stopped new requests, PreconditionFailed on a closed engine."""
@@ -640,7 +504,9 @@ class Engine:
 
     def close(self) -> None:
         """Cancel what runs, stop the loop and give the memory back. Calling it again does nothing."""
-        self._tokenizer = self._preparer = self._tasks.preparer = self._guides = self._services.tokenizer = _Closed()
+        closed = _Closed()
+        self._tokenizer = self._tokenizer_service = self._preparer = self._guides = closed
+        self._requests.preparer = self._requests.guides = self._tasks.preparer = closed
         self._finalizer()
         self._loop.close()  # a second caller waits for the first
 
@@ -654,7 +520,8 @@ class Engine:
         raise TypeError("an Engine cannot be pickled; pickle its EngineConfig and create the engine where it runs")
 
     def __repr__(self) -> str:
-        return f"Engine({self._model_names[0]!r}, {self._attributes['device']}, {self._loop.state.value})"
+        info = self._discovery.info
+        return f"Engine({info.supported_models[0]!r}, {info.attributes['device']}, {self._loop.state.value})"
 
     # ---- private ---------------------------------------------------------------------------------
 
@@ -668,17 +535,8 @@ class Engine:
             self._preparer.refuse()  # before its tokenizer is blamed for having no template
         return self.apply_chat_template(messages, tools, **template_kwargs), options
 
-    @property
-    def _window(self) -> int:
-        return min(4 * self._config.max_num_seqs, self._config.max_queued_requests)
-
-    def _prepare(self, request: GenerateRequest) -> SequenceGroup:
-        """A draining engine says so before it judges a request, so that no prompt is tokenized in vain."""
-        self._loop.check_accepting()
-        return self._preparer.prepare(request)
-
-    def _admit(self, group: SequenceGroup, *, keep_events: bool = False, wait: bool = False) -> Handle:
-        handle = Handle(group, self._cancel, keep_events=keep_events)
+    def _admit(self, group: SequenceGroup, *, keep_events: bool = False, wait: bool = False) -> Handle[Any]:
+        handle: Handle[Any] = Handle(group, self._cancel, keep_events=keep_events)
         group.sink = handle
         try:
             self._loop.admit(group, wait=wait)
@@ -690,160 +548,10 @@ class Engine:
     def _cancel(self, group: SequenceGroup) -> None:
         self._loop.abort_group(group)
 
-    async def _aprepare(self, request: GenerateRequest) -> SequenceGroup:
-        return await asyncio.to_thread(self._prepare, await self._with_guide(request))
-
-    async def _with_guide(self, request: GenerateRequest) -> GenerateRequest:
-        """`request` with its guide compiled; no thread waits for that."""
-        if request.guided is None:
-            return request
-        self._loop.check_accepting()
-        await asyncio.to_thread(self._preparer.check, request)
-        return replace(request, guided=await asyncio.wrap_future(self._guides.submit(request.guided)))
-
-    async def _with_guides(
-        self, requests: list[GenerateRequest | GenerationResult], on_error: str
-    ) -> list[GenerateRequest | GenerationResult]:
-        async def compiled(
-            index: int, request: GenerateRequest | GenerationResult
-        ) -> GenerateRequest | GenerationResult:
-            if isinstance(request, GenerationResult):
-                return request
-            try:
-                return await self._with_guide(request)
-            except OpenEngineError as exc:
-                if on_error == "raise":
-                    raise named_item(exc, index, len(requests)) from exc
-                return failed(request_id_of(request, {}), exc)
-
-        return list(await asyncio.gather(*(compiled(*item) for item in enumerate(requests))))
-
-    def _build_single(self, prompt: Any, sampling: SamplingParams | None, options: dict[str, Any]) -> GenerateRequest:
-        if not is_single_prompt(prompt):
-            raise InvalidArgument("this takes one prompt; use generate or as_completed for a batch")
-        request = build_request(prompt, sampling, options)
-        self._preparer.warn([request])
-        return request
-
-    def _build_batch(
-        self, prompts: Iterable[Prompt], sampling: SamplingParams | None, on_error: str, options: dict[str, Any]
-    ) -> list[GenerateRequest | GenerationResult]:
-        """A request for every item; a bad one is a result with its error, or raised, naming its index."""
-        check_on_error(on_error)
-        check_options(sampling, options)
-        prompts = batch_items(prompts)
-        if options.get("request_id") is not None and len(prompts) != 1:
-            raise InvalidArgument(f"request_id names one request, the batch has {len(prompts)}; use GenerateRequests")
-        requests: list[GenerateRequest | GenerationResult] = []
-        for index, prompt in enumerate(prompts):
-            try:
-                requests.append(build_request(prompt, sampling, options))
-            except OpenEngineError as exc:
-                if on_error == "raise":
-                    raise named_item(exc, index, len(prompts)) from exc
-                requests.append(failed(request_id_of(prompt, options), exc))
-        return requests
-
-    def _prepare_batch(
-        self, requests: list[GenerateRequest | GenerationResult], on_error: str
-    ) -> list[SequenceGroup | GenerationResult]:
-        """Every item checked before anything runs; a bad one is a result with its error, or raised, naming its index."""
-        items: list[SequenceGroup | GenerationResult] = []
-        request_ids: set[str] = set()
-        for index, request in enumerate(requests):
-            if isinstance(request, GenerationResult):
-                items.append(request)
-                continue
-            try:
-                group = self._prepare(request)
-                self._check_unused(group.request_id, request_ids)
-                items.append(group)
-            except OpenEngineError as exc:
-                if on_error == "raise":
-                    raise named_item(exc, index, len(requests)) from exc
-                items.append(failed(request_id_of(request, {}), exc))
-        return items
-
-    def _check_unused(self, request_id: str, request_ids: set[str]) -> None:
-        """One batch runs in parts, so an id is looked for before any of it runs; `request_ids` are those before."""
-        if request_id in request_ids:
-            raise DuplicateRequest(f"request_id {request_id!r:.80} is used by an earlier item; give each item its own")
-        if self._loop.is_open(request_id):
-            raise DuplicateRequest(
-                f"request_id {request_id!r:.80} is in flight; wait for it to finish or choose another id"
-            )
-        request_ids.add(request_id)
-
-    def _drain_reports(self, deadline_ms: int | None, abort_after_deadline: bool) -> Iterator[DrainResponse]:
-        deadline = None if deadline_ms is None else time.monotonic() + deadline_ms / 1000
-        yield DrainResponse(DrainState.STARTED, self._loop.num_in_flight, 0)
-        while True:
-            left = None if deadline is None else deadline - time.monotonic()
-            if self._loop.wait_idle(1.0 if left is None else max(0.0, min(1.0, left))):
-                yield DrainResponse(DrainState.COMPLETE, 0, 0)
-                return
-            if left is None or left > 0:
-                yield DrainResponse(DrainState.IN_PROGRESS, self._loop.num_in_flight, 0)
-                continue
-            if not abort_after_deadline:
-                raise Draining(
-                    f"{self._loop.num_in_flight} requests are still in flight at the deadline of {deadline_ms} ms; they go on, "
-                    "drain again to wait for them or pass abort_after_deadline=True"
-                )
-            _log.warning("the drain's limit of %d ms cancels %d requests", deadline_ms, self._loop.num_in_flight)
-            self._loop.abort_all(f"the engine drains, and its limit of {deadline_ms} ms came before the request's end")
-            deadline = None
-
-    def _probe_group(self) -> SequenceGroup:
-        if not self._profile.generates:
-            return self._tasks.preparer.probe()
-        request = GenerateRequest(
-            token_ids=[0],
-            sampling=SamplingParams(temperature=0.0, num_sequences=1, seed=0),
-            stopping=StoppingOptions(max_tokens=1),
-        )
-        return self._preparer.prepare(request)
-
-    def _probe(self) -> HealthCheck:
-        handle, num_steps = None, self._loop.num_steps
-        try:
-            group = self._probe_group()
-            group.publish, group.is_probe, group.priority = False, True, _PROBE_PRIORITY
-            handle = self._admit(group, keep_events=False)
-            handle.result(timeout=_PROBE_TIMEOUT_S)
-        except (OpenEngineError, TimeoutError) as exc:
-            if handle is not None:
-                handle.cancel()
-            if isinstance(exc, TimeoutError) and self._loop.num_steps > num_steps:
-                return HealthCheck("inference_probe", HealthState.READY, "busy: other requests hold every slot and run")
-            return HealthCheck("inference_probe", HealthState.NOT_READY, str(exc))
-        return HealthCheck("inference_probe", HealthState.READY)
-
-    def _check_model(self, model: str | None) -> None:
-        if model is not None and not (isinstance(model, str) and model in self._model_names):
-            raise ModelNotFound(f"model {model!r:.80} is not served; served are {', '.join(self._model_names)}")
-
-
-def _tokenizer_service(loaded: LoadedModel, machinery: Machinery) -> TokenizerService:
-    vocab_size = loaded.model.config.vocab_size
-    cache_keys = None
-    if machinery.has_cache:
-        cache_keys = CacheKeyService(
-            model=loaded.names[0],
-            vocab_size=vocab_size,
-            block_size=loaded.pool.block_size,
-            root_key=machinery.root,
-            model_revision=loaded.revision,
-            tokenizer_fingerprint=loaded.tokenizer.fingerprint,
-        )
-    return TokenizerService(
-        loaded.tokenizer,
-        names=loaded.names,
-        vocab_size=vocab_size,
-        eos_token_ids=loaded.eos_token_ids,
-        cache_keys=cache_keys,
-        revision=loaded.revision,
-    )
+    def _start_probe(self) -> Handle[Any]:
+        generates = not isinstance(self._preparer, NoGeneration)
+        group = self._preparer.prepare(probe_request()) if generates else self._tasks.preparer.probe()
+        return self._admit(as_probe(group))
 
 
 def _shut_down(guides: GuideCompiler | NoGuides, loop: EngineLoop) -> None:

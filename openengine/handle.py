@@ -14,21 +14,24 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from openengine.core.item_results import ItemCollector, ItemResults
 from openengine.core.output import ResultCollector
 from openengine.core.sequence import SequenceGroup
 from openengine.core.subscription import Waiter
+from openengine.core.task_work import TaskItemOutput
 from openengine.errors import InvalidArgument, OpenEngineError, PreconditionFailed
-from openengine.types import GenerateEvent, GenerationResult, Timing, Usage
+from openengine.results import GenerationResult, Timing
+from openengine.types import GenerateEvent, Usage
 
 __all__ = ["EventStream", "Handle", "LateStream"]
 
 _log = logging.getLogger("openengine")
+_Result = TypeVar("_Result", GenerationResult, ItemResults)
 
 
-class Handle:
+class Handle(Generic[_Result]):
     """A running request. Iterate it (`for` or `async for`) for its events, or ask for `result()`; both work, in any order.
 
     Each event is delivered once, to whoever reads it first. An error of the engine is raised by both.
@@ -53,7 +56,7 @@ class Handle:
         self._changed = threading.Condition(self._lock)
         self._on_done: Callable[[], None] | None = None
         self._waiters: list[Waiter] = []
-        self._result: GenerationResult | ItemResults | None = None
+        self._result: _Result | None = None
         self._error: OpenEngineError | None = None
 
     @property
@@ -71,7 +74,7 @@ class Handle:
         if group is not None and cancel is not None:
             cancel(group)
 
-    def result(self, timeout: float | None = None) -> GenerationResult:
+    def result(self, timeout: float | None = None) -> _Result:
         """Wait for the end and return everything the request produced.
 
         Raises TimeoutError after `timeout` seconds (the request goes on), or the error that ended the request.
@@ -84,7 +87,7 @@ class Handle:
                 )
         return self._outcome()
 
-    async def aresult(self) -> GenerationResult:
+    async def aresult(self) -> _Result:
         """`result()` for an event loop. Cancelling the awaiting task leaves the request running; see `cancel`."""
         self._check_process()
         while not self.done:
@@ -152,7 +155,7 @@ class Handle:
                 if waiter in self._waiters:  # cancelled
                     self._waiters.remove(waiter)
 
-    def _outcome(self) -> GenerationResult:
+    def _outcome(self) -> _Result:
         if self._error is not None:
             # A copy for each caller: a raised error refers to the frames it passed, and with them to the engine.
             raise copy.copy(self._error)
@@ -161,7 +164,9 @@ class Handle:
 
     # ---- the loop thread's side ------------------------------------------------------------------
 
-    def deliver(self, events: list[GenerateEvent], *, error: OpenEngineError | None, is_last: bool) -> list[Waiter]:
+    def deliver(
+        self, events: list[GenerateEvent | TaskItemOutput], *, error: OpenEngineError | None, is_last: bool
+    ) -> list[Waiter]:
         """Take a step's events; returns who waits for them in event loops."""
         assert self._collector is not None and self._group is not None, "no event may follow the last"
         for event in events:
@@ -218,7 +223,7 @@ def _timing(group: SequenceGroup) -> Timing:
 class EventStream:
     """Events of one request, for `for` or `async for`. Leaving it early, in whatever way, cancels the request."""
 
-    def __init__(self, handle: Handle) -> None:
+    def __init__(self, handle: Handle[GenerationResult]) -> None:
         self.handle = handle
 
     def __iter__(self) -> EventStream:
@@ -274,8 +279,8 @@ class EventStream:
 class LateStream(EventStream):
     """A stream for `async for` whose request begins when the first event is asked for: `handle` is None before that."""
 
-    def __init__(self, start: Callable[[], Awaitable[Handle]]) -> None:
-        self._start: Callable[[], Awaitable[Handle]] | None = start
+    def __init__(self, start: Callable[[], Awaitable[Handle[GenerationResult]]]) -> None:
+        self._start: Callable[[], Awaitable[Handle[GenerationResult]]] | None = start
         self.handle = None
 
     def __next__(self) -> GenerateEvent:

@@ -30,7 +30,9 @@ from openengine.types import (
 __all__ = [
     "Prompt",
     "batch_items",
+    "batch_prompts",
     "build_guide",
+    "build_one",
     "build_request",
     "check_options",
     "is_single_prompt",
@@ -95,6 +97,17 @@ def batch_items(prompts: Iterable[Prompt]) -> list[Prompt]:
     return list(prompts if array is None else array)
 
 
+def batch_prompts(
+    prompts: Iterable[Prompt], sampling: SamplingParams | None, options: Mapping[str, Any]
+) -> list[Prompt]:
+    """The items of a batch that shares its options. Raises InvalidArgument for no batch, and options that none can have."""
+    check_options(sampling, options)
+    items = batch_items(prompts)
+    if options.get("request_id") is not None and len(items) != 1:
+        raise InvalidArgument(f"request_id names one request, the batch has {len(items)}; use GenerateRequests")
+    return items
+
+
 def check_options(sampling: object, options: Mapping[str, Any]) -> None:
     """Raises InvalidArgument for an unknown keyword, with a suggestion, and for a `sampling` of another type."""
     for name in options:
@@ -104,6 +117,13 @@ def check_options(sampling: object, options: Mapping[str, Any]) -> None:
         raise InvalidArgument(
             f"sampling must be a SamplingParams, not {type(sampling).__name__}; use keywords for single options"
         )
+
+
+def build_one(prompt: Prompt, sampling: SamplingParams | None, options: dict[str, Any]) -> GenerateRequest:
+    """`build_request`, for a call that takes no batch. Raises InvalidArgument for one."""
+    if not is_single_prompt(prompt):
+        raise InvalidArgument("this takes one prompt; use generate or as_completed for a batch")
+    return build_request(prompt, sampling, options)
 
 
 def build_request(prompt: Prompt, sampling: SamplingParams | None, options: dict[str, Any]) -> GenerateRequest:

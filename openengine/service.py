@@ -1,27 +1,29 @@
-"""`Services`: what an engine answers beside generating: KV discovery, load by rank, abort, and what it does not do.
+"""`Services`: what an engine answers beside generating: load by rank, abort, drain, and what it does not do.
 
-Owns: the answers of capabilities that this engine lacks, exactly as the contract wants them, and the address that
-discovery names. Does not own: the loop, the event log, the tokenizer service; it is handed them.
+Owns: the answers of capabilities that this engine lacks, exactly as the contract wants them. Does not own: the loop, which
+it is handed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import NoReturn
 
-from openengine.core.cache_keys import PROFILE, PROFILE_VERSION
-from openengine.core.events import EventLog
+import numpy as np
+
 from openengine.core.loop import EngineLoop
-from openengine.core.tokenizer_service import TokenizerService
-from openengine.errors import InvalidArgument, KvSessionNotFound, UnsupportedTask
-from openengine.service_types import GetKvEventSourcesResponse, KvConnectorInfo, KvEventSource
-from openengine.types import AbortStatus, KvEndpoint, KvSessionRef, LoadInfo, RankLoadInfo
+from openengine.discovery import RANK
+from openengine.errors import Draining, InvalidArgument, KvSessionNotFound, UnsupportedTask
+from openengine.service_types import AbortStatus, DrainResponse, DrainState, LoadInfo, RankLoadInfo
+from openengine.types import KvSessionRef
 
 __all__ = ["Services"]
 
-_WILDCARDS = ("", "*", "0.0.0.0", "::", "[::]")
-_RANK = 0  # the only data-parallel rank
+_log = logging.getLogger("openengine")
+_REPORT_S = 1.0  # the longest that a drain says nothing
 _RANK_FIELDS = (
     "running_requests",
     "queued_requests",
@@ -33,22 +35,17 @@ _RANK_FIELDS = (
 
 
 class Services:
-    """Answers for one engine, from any thread. `kv_log` is None where KV events are off."""
+    """Answers for one engine, from any thread."""
 
-    def __init__(self, loop: EngineLoop, tokenizer: TokenizerService, kv_log: EventLog | None) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, loop: EngineLoop) -> None:
         self._loop = loop
-        self._kv_log = kv_log
-        self._endpoint: KvEndpoint | None = None
-
-    # ---- load and abort --------------------------------------------------------------------------
 
     def load(self, include_per_rank: bool) -> LoadInfo:
         load = self._loop.load
         if not include_per_rank:
             return load
         values = {name: getattr(load, name) for name in _RANK_FIELDS}
-        return replace(load, ranks=(RankLoadInfo(data_parallel_rank=_RANK, **values),))
+        return replace(load, ranks=(RankLoadInfo(data_parallel_rank=RANK, **values),))
 
     def abort(self, request_id: str | None, kv_session: KvSessionRef | None, all_requests: bool) -> AbortStatus:
         """End one target. Raises InvalidArgument for none or several, RequestNotFound or KvSessionNotFound."""
@@ -68,40 +65,39 @@ class Services:
             )
         return self._loop.abort_all() if request_id is None else self._loop.abort(request_id)
 
-    # ---- KV discovery ----------------------------------------------------------------------------
+    # ---- drain -----------------------------------------------------------------------------------
 
-    def kv_connector_info(self) -> KvConnectorInfo:
-        return KvConnectorInfo(enabled=False)
+    def drain(
+        self, *, stop_accepting: bool, deadline_ms: int | None, abort_after_deadline: bool
+    ) -> Iterator[DrainResponse]:
+        """Reports until nothing is in flight. Raises InvalidArgument for a deadline that is none, before anything changes."""
+        is_integer = isinstance(deadline_ms, (int, np.integer)) and not isinstance(deadline_ms, bool)
+        if deadline_ms is not None and not (is_integer and deadline_ms >= 0):
+            raise InvalidArgument(f"deadline_ms must be a non-negative integer, not {deadline_ms!r:.80}")
+        if stop_accepting:
+            self._loop.stop_accepting()
+        return self._drain_reports(deadline_ms, abort_after_deadline)
 
-    def advertise(self, host: str, port: int) -> None:
-        """Raises InvalidArgument for a wildcard or a port that nobody can connect to."""
-        if not isinstance(host, str) or host in _WILDCARDS:
-            raise InvalidArgument(
-                f"host {host!r:.80} is a wildcard or empty; give a name or address that others can reach"
-            )
-        if isinstance(port, bool) or not isinstance(port, int) or not 1 <= port <= 65535:
-            raise InvalidArgument(f"port must be between 1 and 65535, not {port!r:.80}")
-        self._endpoint = KvEndpoint(host=host, port=port, protocol="grpc")
-
-    def kv_event_sources(self, data_parallel_ranks: Sequence[int]) -> GetKvEventSourcesResponse:
-        for rank in data_parallel_ranks:
-            if rank != _RANK:
-                raise InvalidArgument(
-                    f"data_parallel_rank {rank!r:.80} does not exist here; the engine has rank {_RANK} only"
+    def _drain_reports(self, deadline_ms: int | None, abort_after_deadline: bool) -> Iterator[DrainResponse]:
+        loop = self._loop
+        deadline = None if deadline_ms is None else time.monotonic() + deadline_ms / 1000
+        yield DrainResponse(DrainState.STARTED, loop.num_in_flight, 0)
+        while True:
+            left = None if deadline is None else deadline - time.monotonic()
+            if loop.wait_idle(_REPORT_S if left is None else max(0.0, min(_REPORT_S, left))):
+                yield DrainResponse(DrainState.COMPLETE, 0, 0)
+                return
+            if left is None or left > 0:
+                yield DrainResponse(DrainState.IN_PROGRESS, loop.num_in_flight, 0)
+                continue
+            if not abort_after_deadline:
+                raise Draining(
+                    f"{loop.num_in_flight} requests are still in flight at the deadline of {deadline_ms} ms; they go on, "
+                    "drain again to wait for them or pass abort_after_deadline=True"
                 )
-        if self._kv_log is None or self._endpoint is None:
-            return GetKvEventSourcesResponse()
-        source = KvEventSource(
-            transport="grpc",
-            encoding="protobuf",
-            endpoint_addr=self._endpoint,
-            data_parallel_rank=_RANK,
-            schema_version=1,
-            buffer_steps=self._kv_log.capacity,
-            max_queue_size=self._kv_log.capacity,
-            cache_key_profile=f"{PROFILE}/{PROFILE_VERSION}",
-        )
-        return GetKvEventSourcesResponse(sources=(source,))
+            _log.warning("the drain's limit of %d ms cancels %d requests", deadline_ms, loop.num_in_flight)
+            loop.abort_all(f"the engine drains, and its limit of {deadline_ms} ms came before the request's end")
+            deadline = None
 
     # ---- what this engine does not do ------------------------------------------------------------
 

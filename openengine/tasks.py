@@ -21,27 +21,19 @@ import numpy as np
 from openengine.batches import Admit, aadmit, cancel_and_wait
 from openengine.core.item_results import ItemResults
 from openengine.core.sequence import SequenceGroup
-from openengine.core.task_admission import PreparedTask, Response, TaskPreparer
+from openengine.core.task_admission import PreparedTask, TaskPreparer
 from openengine.errors import InvalidArgument
 from openengine.handle import Handle
 from openengine.progress import check_progress, progress_bar
 from openengine.task_options import build_classify, build_embed, build_score
-from openengine.task_types import (
-    ClassificationOutput,
-    ClassifyRequest,
-    EmbeddingOutput,
-    EmbedRequest,
-    ScoreRequest,
-    TaskUsage,
-)
+from openengine.task_results import TaskResponse, TaskResult, TaskUsage, total_usage
+from openengine.task_types import ClassifyRequest, EmbedRequest, ScoreRequest, TaskRequest
 
 __all__ = ["Call", "PreparedTask", "TaskHandle", "Tasks"]
 
 _WINDOW = 4  # requests of one call in flight: enough that a step is full while the next ones are prepared
 _STEPS_PER_REQUEST = 2
 _MAX_ITEMS = 512
-TaskRequest = EmbedRequest | ClassifyRequest | ScoreRequest
-Result = Response | EmbeddingOutput | ClassificationOutput
 
 
 class Tasks:
@@ -114,7 +106,7 @@ class Tasks:
 
     # ---- running ---------------------------------------------------------------------------------
 
-    def run(self, admit: Admit, call: Call, progress: bool | None) -> Result:
+    def run(self, admit: Admit, call: Call, progress: bool | None) -> TaskResult:
         """Run a call; an interrupt cancels its requests and nothing else."""
         check_progress(progress)
         total, values, usages = len(call.prepared.items), [], []
@@ -129,11 +121,11 @@ class Tasks:
                 bar(len(values), total)
         return call.respond(values, usages)
 
-    async def arun(self, admit: Admit, call: Call) -> Result:
+    async def arun(self, admit: Admit, call: Call) -> TaskResult:
         """`run` for an event loop. Cancelling the task cancels the requests."""
         values: list[np.ndarray] = []
         usages: list[TaskUsage] = []
-        pending: deque[Handle] = deque()
+        pending: deque[Handle[ItemResults]] = deque()
 
         async def take() -> None:
             raw = await pending[0].aresult()
@@ -174,8 +166,8 @@ class Call:
         for number, (start, stop) in enumerate(self.parts):
             yield self.prepared.group(start, stop, request_id=str(uuid.uuid4()) if number else first)
 
-    def respond(self, values: Sequence[np.ndarray], usages: Sequence[TaskUsage]) -> Result:
-        response = self.prepared.respond(values, _sum(usages))
+    def respond(self, values: Sequence[np.ndarray], usages: Sequence[TaskUsage]) -> TaskResult:
+        response = self.prepared.respond(values, total_usage(usages))
         return response[0] if self.is_single else response
 
 
@@ -186,7 +178,7 @@ def _is_split(request: TaskRequest, given: Any) -> bool:
 
 def _results(admit: Admit, call: Call) -> Iterator[ItemResults]:
     """What the requests of a call give, in order; a few of them run at a time."""
-    pending: deque[Handle] = deque()
+    pending: deque[Handle[ItemResults]] = deque()
     try:
         for group in call.groups():
             if len(pending) == _WINDOW:
@@ -203,7 +195,7 @@ def _results(admit: Admit, call: Call) -> Iterator[ItemResults]:
 class TaskHandle:
     """An accepted request: ask for its `result()`. Cancelled, it raises Cancelled."""
 
-    def __init__(self, handle: Handle, prepared: PreparedTask) -> None:
+    def __init__(self, handle: Handle[ItemResults], prepared: PreparedTask) -> None:
         self.request_id = handle.request_id
         self._handle = handle
         self._prepared = prepared
@@ -217,11 +209,11 @@ class TaskHandle:
         """End the request before the next step; does nothing when it has ended."""
         self._handle.cancel()
 
-    def result(self, timeout: float | None = None) -> Response:
+    def result(self, timeout: float | None = None) -> TaskResponse:
         """Wait for the response. Raises TimeoutError after `timeout` seconds, or the error that ended the request."""
         return self._respond(self._handle.result(timeout))
 
-    async def aresult(self) -> Response:
+    async def aresult(self) -> TaskResponse:
         """`result()` for an event loop. Cancelling the awaiting task leaves the request running; see `cancel`."""
         return self._respond(await self._handle.aresult())
 
@@ -229,12 +221,5 @@ class TaskHandle:
         """Wait until the request has ended; raises its error."""
         await self._handle.aresult()
 
-    def _respond(self, raw: ItemResults) -> Response:
+    def _respond(self, raw: ItemResults) -> TaskResponse:
         return self._prepared.respond(raw.values, raw.usage)
-
-
-def _sum(usages: Sequence[TaskUsage]) -> TaskUsage:
-    cached = [usage.cached_input_tokens for usage in usages if usage.cached_input_tokens is not None]
-    return TaskUsage(
-        input_tokens=sum(usage.input_tokens for usage in usages), cached_input_tokens=sum(cached) if cached else None
-    )

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 from scripted import write_tokenizer
 
-from openengine.core.guided import CompiledGuide, GuideCompiler, GuideState
+from openengine.core.guides.compiled import CompiledGuide
+from openengine.core.guides.compiler import GuideCompiler
+from openengine.core.guides.state import GuideState
 from openengine.core.tokenizer import load_tokenizer
 
 EOS = 256

@@ -7,6 +7,8 @@ block table, so a wrong block, slot or copy changes its output. A real tokenizer
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -163,3 +165,48 @@ def hashed(vocab_size: int, *, spread: float = 3.0) -> Script:
         return (torch.randn(vocab_size, generator=generator, dtype=torch.float32) * spread).tolist()
 
     return script
+
+
+# ---- a vocabulary and scripts that many tests share ----------------------------------------------
+
+ABC = ["<eos>", *"abcdefghijklmnopqrstuvwxyz"]
+GREEDY = {"temperature": 0.0, "max_tokens": 5}
+ENDLESS = {"ignore_eos": True, "max_tokens": 120}
+
+
+def letters(text: str) -> list[int]:
+    """Token ids of `text` in `ABC`."""
+    return [ABC.index(char) for char in text]
+
+
+def slow(history: tuple[int, ...]) -> list[float]:
+    """`hashed`, at the pace of a model: 2 ms for each row."""
+    time.sleep(0.002)
+    return hashed(27)(history)
+
+
+class Gate:
+    """A script that waits at each row until it is opened; `entered` is set once a step has begun."""
+
+    def __init__(self, script: Script | None = None) -> None:
+        self.script = script or hashed(27)
+        self.entered = threading.Event()
+        self.opened = threading.Event()
+
+    def __call__(self, history: tuple[int, ...]) -> Sequence[float]:
+        self.entered.set()
+        assert self.opened.wait(30), "the test never opened the gate"
+        return self.script(history)
+
+
+class Switch:
+    """A script that fails, or gives NaN, while told to."""
+
+    def __init__(self) -> None:
+        self.fails = lambda history: False
+        self.is_nan = lambda history: False
+
+    def __call__(self, history: tuple[int, ...]) -> Sequence[float]:
+        if self.fails(history):
+            raise ArithmeticError("the script was told to fail")
+        return [float("nan")] * 27 if self.is_nan(history) else hashed(27)(history)

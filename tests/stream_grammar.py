@@ -17,7 +17,7 @@ from openengine.types import (
     Usage,
 )
 
-__all__ = ["check_stream"]
+__all__ = ["check_stream", "whole_stream"]
 
 
 def check_stream(
@@ -47,6 +47,20 @@ def check_stream(
     _check_usage(usage, events, prompt_tokens, completion_tokens)
     if prompts:
         _check_prompt(prompts[0].tokens, usage)
+
+
+def whole_stream() -> list[GenerateEvent]:
+    """Two outputs and a scored prompt: EOS ends output 1, the length output 0."""
+    usage = Usage(2, 5, 7, cached_prompt_tokens=0)
+    return [
+        PromptOutput((TokenInfo(8, "p"), TokenInfo(9, "q", -1.0, 2))),
+        TokenOutput(1, (TokenInfo(0, "a"),), "a"),
+        TokenOutput(0, (TokenInfo(0, "a"), TokenInfo(1, "b")), "ab"),
+        TokenOutput(1, (TokenInfo(2, "</s>"),), ""),
+        GenerationFinished(1, FinishReason.STOP, stop_match=StopMatch(eos_token_id=2)),
+        TokenOutput(0, (TokenInfo(3, "c"),), "c"),
+        GenerationFinished(0, FinishReason.LENGTH, usage=usage),
+    ]
 
 
 def _check_prefill(events: Sequence[GenerateEvent]) -> None:

@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 import json
+import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from openengine import EmbedRequest, Engine, ScoreGroup, ScoreOptions, ScoreRequest, TaskInput, TaskRequestContext
 from tests.checkpoints import VOCAB_SIZE, write_model, write_tokenizer
 
-__all__ = ["KINDS", "LABELS", "TEXTS", "add_tokens", "encode", "hidden_states", "logits", "write_task_model"]
+__all__ = [
+    "ENGINE_OPTIONS",
+    "KINDS",
+    "LABELS",
+    "TEXTS",
+    "WORDS",
+    "add_tokens",
+    "embed_request",
+    "encode",
+    "engine_of",
+    "hidden_states",
+    "logits",
+    "score_request",
+    "texts_of",
+    "write_task_model",
+]
+
+ENGINE_OPTIONS = {"dtype": "float32", "num_threads": 1}
+WORDS = "the quick brown fox jumps over lazy dog one two three four five hello world how are you".split()
 
 LABELS = {0: "calm", 1: "glad", 2: "sad"}
 TEXTS = (
@@ -83,3 +104,30 @@ def logits(model: Any, token_ids: list[int]) -> np.ndarray:
 def hidden_states(model: Any, token_ids: list[int]) -> np.ndarray:
     """f32 [n, D], of the last layer."""
     return _run(model, token_ids).last_hidden_state[0].numpy()
+
+
+def engine_of(models: dict[str, tuple[Path, Any, Engine]], kind: str) -> Engine:
+    """The engine of the fixture `models`."""
+    return models[kind][2]
+
+
+def texts_of(count: int, seed: int = 0, *, most: int = 30) -> list[str]:
+    """Random texts of 1 to `most` words, the same for the same seed."""
+    draw = random.Random(seed)
+    return [" ".join(draw.choices(WORDS, k=draw.randint(1, most))) for _ in range(count)]
+
+
+def embed_request(
+    count: int = 1, *, request_id: str | None = None, priority: int | None = None, text: str = "hello world " * 8
+) -> EmbedRequest:
+    inputs = tuple(TaskInput(item_id=str(index), text=text) for index in range(count))
+    return EmbedRequest(inputs=inputs, context=TaskRequestContext(request_id=request_id, priority=priority))
+
+
+def score_request(documents: Sequence[str], **context: Any) -> ScoreRequest:
+    """One query against `documents`, by the tokens 5 and 6."""
+    candidates = tuple(TaskInput(item_id=f"c{index}", text=text) for index, text in enumerate(documents))
+    group = ScoreGroup(group_id="g", query=TaskInput(item_id="q", text="how are you: "), candidates=candidates)
+    return ScoreRequest(
+        groups=(group,), options=ScoreOptions(label_token_ids=(5, 6)), context=TaskRequestContext(**context)
+    )

@@ -14,6 +14,7 @@ from tests.bench import workload
 from tests.bench.__main__ import WORKS, main
 from tests.bench.cost import ModelCost
 from tests.bench.growth import Point, with_factors
+from tests.bench.guided import GuidedResult, guided_lines
 from tests.bench.machine import Machine
 from tests.bench.probe import PHASES, model_cost
 from tests.bench.processes import PeerFailed, ratios, run_peer
@@ -143,6 +144,21 @@ def test_percentiles_are_values_that_occurred():
     assert percentiles([3.0]) == (3.0, 3.0, 3.0)
 
 
+def test_a_guided_run_without_a_step_of_all_rows_says_so():
+    result = GuidedResult(
+        num_requests=64,
+        base_seconds=(1.0,),
+        guided_seconds=(2.0,),
+        base_step_s=0.003,
+        guided_step_s=None,
+        compile_s=(0.1,),
+        num_refused=0,
+        jump_seconds=(2.0, 1.0),
+        jump_steps=(20, 10),
+    )
+    assert "0.500 of the rate; a step of all rows never came, unguided 3.00 ms" in next(guided_lines(result))
+
+
 # ---- limits --------------------------------------------------------------------------------------
 
 _COST = ModelCost(
@@ -244,7 +260,8 @@ def test_profiling_leaves_the_engine_as_it_was(profiled):
     bench, watch = profiled
     profile_steps(bench, 1, watch)
     loop = bench.engine._loop
-    assert not {"_step", "_turn", "_commit", "_process", "_deliver"} & vars(loop).keys()
+    assert not {"_step", "_turn", "_deliver"} & vars(loop).keys()
+    assert not {"commit", "process"} & vars(loop._output).keys()
     assert "execute" not in vars(loop._runner) and not watch.is_recording
 
 

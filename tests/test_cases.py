@@ -14,14 +14,7 @@ import pytest
 import torch
 
 from openengine import InvalidArgument, RequestTooLarge, SamplingParams
-from tests.scripted import follow, hashed, scripted_engine
-
-ABC = ["<eos>", *"abcdefghijklmnopqrstuvwxyz"]
-
-
-def letters(text: str) -> list[int]:
-    return [ABC.index(char) for char in text]
-
+from tests.scripted import ABC, follow, hashed, letters, scripted_engine, slow
 
 # ---- sampling ------------------------------------------------------------------------------------
 
@@ -246,10 +239,6 @@ def test_p4_p5_preempted_requests_give_the_same_tokens_logprobs_and_stops(tmp_pa
 
 def test_p11_an_interrupted_batch_leaves_every_block_free(tmp_path):
     import _thread
-
-    def slow(history):
-        time.sleep(0.001)
-        return hashed(27)(history)
 
     with scripted_engine(tmp_path, slow, ABC) as engine:
         timer = threading.Timer(0.3, _thread.interrupt_main)

@@ -18,8 +18,13 @@ PACKAGE = ROOT / "openengine"
 RANKS = {
     "openengine.errors": 0,
     "openengine.types": 0,
+    "openengine.results": 0,
+    "openengine.validation": 0,
+    "openengine.names": 0,
     "openengine.service_types": 0,
+    "openengine.event_types": 0,
     "openengine.task_types": 0,
+    "openengine.task_results": 0,
     "openengine.tokenizer_types": 0,
     "openengine.progress": 0,
     "openengine.demo": 1,
@@ -35,6 +40,7 @@ RANKS = {
     "openengine.core.sequence": 2,
     "openengine.core.shared_prefix": 2,
     "openengine.core.stats": 2,
+    "openengine.core.step_plan": 2,
     "openengine.core.subscription": 2,
     "openengine.core.task_kinds": 2,
     "openengine.core.task_work": 2,
@@ -126,10 +132,13 @@ def test_a_module_imports_its_own_rank_or_lower(module):
 PUBLIC = {
     "openengine",
     "openengine.batches",
+    "openengine.names",
     "openengine.options",
     "openengine.progress",
     "openengine.task_options",
-    "openengine.types",
+    "openengine.task_results",
+    "openengine.task_types",
+    "openengine.validation",
 }
 
 

@@ -18,9 +18,8 @@ from openengine import (
     RequestTooLarge,
     UnsupportedFeature,
 )
-from tests.scripted import hashed, scripted_engine
+from tests.scripted import ABC, hashed, scripted_engine
 
-ABC = ["<eos>", *"abcdefghijklmnopqrstuvwxyz"]
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

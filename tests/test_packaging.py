@@ -32,6 +32,7 @@ def test_import_brings_neither_torch_nor_any_optional_package():
         "import openengine\n"
         "print(f'import openengine: {time.perf_counter() - start:.4f} s')\n"
         "heavy = {'torch', 'numpy', 'grpc', 'google', 'tokenizers', 'transformers', 'sentencepiece', 'tqdm', 'PIL'}\n"
+        "heavy |= {'jinja2', 'safetensors', 'llguidance'}\n"
         "print(sorted(heavy & {name.split('.')[0] for name in sys.modules}))"
     )
     print(out)  # The time is a measurement, not a test.
@@ -55,11 +56,29 @@ def test_every_public_name_can_be_imported(name):
     assert name in dir(openengine)
 
 
-@pytest.mark.parametrize("home", ["errors", "types", "service_types", "task_types", "tokenizer_types"])
+@pytest.mark.parametrize(
+    "home",
+    [
+        "errors",
+        "types",
+        "results",
+        "service_types",
+        "event_types",
+        "task_types",
+        "task_results",
+        "tokenizer_types",
+    ],
+)
 def test_every_type_and_error_is_public(home):
     module = importlib.import_module(f"openengine.{home}")
     assert set(module.__all__) <= set(openengine.__all__)
     assert all(getattr(openengine, name) is getattr(module, name) for name in module.__all__)
+
+
+def test_every_error_is_of_the_one_tree():
+    public = [getattr(openengine, name) for name in openengine.__all__]
+    errors = [kind for kind in public if isinstance(kind, type) and issubclass(kind, Exception)]
+    assert len(errors) > 12 and all(issubclass(kind, openengine.OpenEngineError) for kind in errors)
 
 
 def test_an_unknown_name_raises_attribute_error():

@@ -22,9 +22,8 @@ from openengine import (
     TaskRequestContext,
     UnsupportedTask,
 )
-from tests.scripted import hashed, scripted_engine
+from tests.scripted import ABC, hashed, scripted_engine
 
-ABC = ["<eos>", *"abcdefghijklmnopqrstuvwxyz"]
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
 
 

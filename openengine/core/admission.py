@@ -18,18 +18,19 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from openengine.core.guided import CompiledGuide, GuideCompiler, NoGuides
+from openengine.core.guides.compiled import CompiledGuide
+from openengine.core.guides.compiler import GuideCompiler, NoGuides
 from openengine.core.output import OutputStream
 from openengine.core.sequence import SequenceGroup
 from openengine.core.tokenizer import Tokenizer
 from openengine.errors import (
     InvalidArgument,
-    ModelNotFound,
     RequestTooLarge,
     RoleMismatch,
     UnsupportedFeature,
     UnsupportedTask,
 )
+from openengine.names import check_request_id, check_served
 from openengine.types import (
     CandidateTokenSelection,
     GenerateRequest,
@@ -37,8 +38,8 @@ from openengine.types import (
     SamplingParams,
     StoppingOptions,
     stop_token_ids,
-    validate_request,
 )
+from openengine.validation import validate_request
 
 __all__ = ["MAX_TOP_N", "Limits", "RequestPreparer", "as_token_ids", "sampling_defaults"]
 
@@ -133,13 +134,9 @@ class RequestPreparer:
 
     def check(self, request: GenerateRequest) -> None:
         """Find what is wrong with `request` that neither its prompt nor its guide decides. Raises as `prepare`."""
-        limits = self._limits
-        if isinstance(request.request_id, str) and not request.request_id:
-            raise InvalidArgument("request_id is empty; leave it out to get a fresh one")
-        if isinstance(request.model, str) and request.model not in limits.model_names:
-            raise ModelNotFound(
-                f"model {request.model!r:.80} is not served; served are {', '.join(limits.model_names)}"
-            )
+        check_request_id(request.request_id)
+        if isinstance(request.model, str):  # else it is malformed, as `validate_request` says
+            check_served(request.model, self._limits.model_names)
         validate_request(request)
         _refuse_unsupported(request)
         self._check_ids(request)

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from openengine.core.cache_keys import PROFILE, PROFILE_VERSION
-from openengine.types import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from openengine.event_types import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 
 __all__ = ["BlockManager"]
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 from openengine.errors import InvalidArgument, UnsupportedFeature
-from openengine.types import EngineRole, SamplingParams
+from openengine.service_types import EngineRole
+from openengine.types import SamplingParams
+from openengine.validation import checked_type
 
 __all__ = ["EngineConfig"]
 
@@ -89,12 +90,12 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in ("model_path", "device"):
-            _check_type(name, getattr(self, name), str)
+            checked_type(name, getattr(self, name), str)
         for name in ("served_model_name", "quantization", "score_template"):
-            _check_type(name, getattr(self, name), str | None)
+            checked_type(name, getattr(self, name), str | None)
         for name in ("enable_prefix_cache", "generation_config", "guide_jump_ahead"):
-            _check_type(name, getattr(self, name), bool)
-        _check_type("default_sampling", self.default_sampling, SamplingParams)
+            checked_type(name, getattr(self, name), bool)
+        checked_type("default_sampling", self.default_sampling, SamplingParams)
         if not isinstance(self.aliases, (tuple, list)) or not all(isinstance(alias, str) for alias in self.aliases):
             raise InvalidArgument(f"aliases must be a sequence of str, not {self.aliases!r:.80}")
         _check_choice("dtype", self.dtype, _DTYPES)
@@ -143,11 +144,6 @@ class EngineConfig:
     @classmethod
     def field_names(cls) -> tuple[str, ...]:
         return tuple(field.name for field in dataclasses.fields(cls))
-
-
-def _check_type(name: str, value: object, kind: Any) -> None:
-    if not isinstance(value, kind):
-        raise InvalidArgument(f"{name} must be a {getattr(kind, '__name__', kind)}, not {value!r:.80}")
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -13,8 +13,8 @@ import torch
 
 from openengine.core.item_pooling import ItemPooling
 from openengine.core.runner import StepResult
-from openengine.core.scheduler import StepPlan
 from openengine.core.sequence import Sequence
+from openengine.core.step_plan import StepPlan
 from openengine.core.task_work import TaskWork
 from openengine.ops.batch import EncoderBatch
 
@@ -58,6 +58,9 @@ class EncoderRunner:
         for (work, items), part in zip(works, hidden.split(counts)):
             results += self._pooling.pool(work, part, items)
         return StepResult(None, results)
+
+    def close(self) -> None:
+        """Nothing works beside the loop's thread."""
 
     def _choose_rows(self, works: list[tuple[TaskWork, list[Sequence]]]) -> tuple[list[int], np.ndarray | None]:
         """How many hidden rows each work needs, and which of the batch these are; None is all of them."""

@@ -15,8 +15,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from openengine.core.blocks import BlockManager
-from openengine.core.scheduler import ScheduledSeq, StepPlan, TokenDelta
 from openengine.core.sequence import Sequence, SequenceGroup, SequenceState
+from openengine.core.step_plan import ScheduledSeq, StepPlan, TokenDelta
 from openengine.errors import OpenEngineError
 from openengine.types import FinishReason, StopMatch
 

@@ -19,8 +19,7 @@ from dataclasses import replace
 
 from openengine.core.subscription import Signal, Subscription, Waiter, wake
 from openengine.errors import InvalidArgument, OutOfRange, Overloaded
-from openengine.service_types import KvEventBatch
-from openengine.types import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from openengine.event_types import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, KvEventBatch
 
 __all__ = ["EventLog"]
 

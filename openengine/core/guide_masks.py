@@ -1,6 +1,6 @@
 """`StepMasks`: which tokens the guides of a step's outputs allow, found while the model computes.
 
-Owns: the buffer of masks and the thread that fills it beside the loop's. Does not own: guides and their states (guided.py),
+Owns: the buffer of masks and the thread that fills it beside the loop's. Does not own: guides and their states (guides/),
 applying masks (sampler.py).
 """
 
@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 import numpy as np
 import torch
 
-from openengine.core.guided import GuideCompiler
+from openengine.core.guides.compiler import GuideCompiler
 from openengine.core.sampler import GuideMask
 from openengine.core.sequence import Sequence
 
@@ -29,7 +29,7 @@ class StepMasks:
         self._guides = guides
         self._device = device
         self._buffer = np.empty((max_rows, -(-guides.vocab_size // 32)), np.int32)  # touched as far as it is used
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="openengine-masks")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="openengine-masks")  # ended by `close`
         self._pairs = np.empty(0, np.int64)
         self._filling: Future[np.ndarray] | None = None
 
@@ -52,3 +52,7 @@ class StepMasks:
         complete = filling.result()
         bits = torch.from_numpy(self._buffer[: len(self._pairs)]).to(self._device)
         return GuideMask(self._pairs, bits, complete)
+
+    def close(self) -> None:
+        """End the thread, after the masks that it is filling."""
+        self._thread.shutdown()

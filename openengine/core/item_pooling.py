@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from openengine.core.scheduler import ScheduledSeq
 from openengine.core.sequence import Sequence
+from openengine.core.step_plan import ScheduledSeq
 from openengine.core.task_work import TaskWork
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import numpy as np
 
 from openengine.core.sequence import SequenceGroup
 from openengine.core.task_work import TaskItemOutput
-from openengine.task_types import TaskUsage
-from openengine.types import Timing
+from openengine.results import Timing
+from openengine.task_results import TaskUsage
 
 __all__ = ["ItemCollector", "ItemResults"]
 

@@ -21,12 +21,11 @@ from typing import TYPE_CHECKING, TypeVar, overload
 
 import numpy as np
 
+from openengine.results import GenerationOutput, GenerationResult, Timing
 from openengine.types import (
     FinishReason,
     GenerateEvent,
     GenerationFinished,
-    GenerationOutput,
-    GenerationResult,
     GuidedDecoding,
     KvSessionRef,
     LogProb,
@@ -35,7 +34,6 @@ from openengine.types import (
     SamplingParams,
     StopMatch,
     StoppingOptions,
-    Timing,
     TokenInfo,
     TokenOutput,
     Usage,

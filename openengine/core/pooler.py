@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from openengine.core.sentence_transformers import EmbeddingSpec
 from openengine.core.task_kinds import TaskKind
+from openengine.core.task_specs import EmbeddingSpec
 from openengine.core.task_work import TaskWork
 from openengine.ops.pooling import edge_rows, pool
 

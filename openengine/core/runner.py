@@ -14,14 +14,15 @@ import torch
 
 from openengine.core.config import EngineConfig
 from openengine.core.guide_masks import StepMasks
-from openengine.core.guided import GuideCompiler, GuideState
+from openengine.core.guides.compiler import GuideCompiler
+from openengine.core.guides.state import GuideState
 from openengine.core.item_pooling import ItemPooling
 from openengine.core.memory import available_bytes
 from openengine.core.models.layers import CausalLM
 from openengine.core.sampler import SampledBatch, Sampler, SlotParams
-from openengine.core.scheduler import ScheduledSeq, StepPlan
 from openengine.core.sequence import Sequence
 from openengine.core.slots import SlotTable
+from openengine.core.step_plan import ScheduledSeq, StepPlan
 from openengine.errors import InvalidArgument
 from openengine.ops.attention import AttentionBackend
 from openengine.ops.attention_native import NativeAttention
@@ -166,6 +167,11 @@ class ModelRunner:
         logits = self._model.logits(hidden, out=self._logits)
         mask = None if self._masks is None else self._masks.finish()
         return StepResult(self._sampler.sample(logits, rows, slots, mask=mask), pooled)
+
+    def close(self) -> None:
+        """End the thread that works beside the loop's; nothing is executed any more."""
+        if self._masks is not None:
+            self._masks.close()
 
     def _update_slots(self, plan: StepPlan) -> None:
         for slot in plan.released:

@@ -16,7 +16,7 @@ from typing import Any
 
 from openengine.core.subscription import Signal, Subscription, Waiter, wake
 from openengine.errors import InvalidArgument
-from openengine.service_types import RuntimeEvent, RuntimeEventType
+from openengine.event_types import RuntimeEvent, RuntimeEventType
 
 __all__ = ["RuntimeEventBus"]
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from openengine.core.sentence_transformers import ScoreSpec
+from openengine.core.task_specs import ScoreSpec
 from openengine.core.tokenizer import Tokenizer
 from openengine.errors import InvalidArgument
 

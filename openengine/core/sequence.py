@@ -16,16 +16,25 @@ from __future__ import annotations
 import enum
 from array import array
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from openengine.core.shared_prefix import SharedPrefix
-from openengine.core.task_work import TaskItem, TaskWork
+from openengine.core.subscription import Waiter
+from openengine.core.task_work import TaskItem, TaskItemOutput, TaskWork
 from openengine.errors import OpenEngineError
-from openengine.types import FinishReason, ResponseOptions, SamplingParams, StopMatch, StoppingOptions, Usage
+from openengine.types import (
+    FinishReason,
+    GenerateEvent,
+    ResponseOptions,
+    SamplingParams,
+    StopMatch,
+    StoppingOptions,
+    Usage,
+)
 
-__all__ = ["Sequence", "SequenceGroup", "SequenceState"]
+__all__ = ["Sequence", "SequenceGroup", "SequenceState", "Sink"]
 
 
 class SequenceState(enum.Enum):
@@ -47,12 +56,22 @@ _ENDED = (
 )  # looked up once: enumerations are slow, and this is asked often
 
 
+class Sink(Protocol):
+    """Receives one request's events, in the loop thread."""
+
+    def deliver(
+        self, events: list[GenerateEvent | TaskItemOutput], *, error: OpenEngineError | None, is_last: bool
+    ) -> list[Waiter]:
+        """Take events; returns who waits for them in event loops. Must not block or raise."""
+
+
 @dataclass(slots=True, eq=False)
 class SequenceGroup:
     """One accepted request: what every output shares.
 
     `sampling` holds effective values (nothing but a seed was left open; `seed` is that or fresh
-    entropy). `max_len` bounds prompt + output tokens. `sink` is whatever receives the events.
+    entropy). `max_len` bounds prompt + output tokens. `sink` receives the events; there is none before
+    admission and after the last of them.
     `num_scored` counts prompt positions whose logprobs are known, where they were asked for.
     A probe (of health) is no client's request: neither drains nor limits nor aborts concern it.
 
@@ -68,7 +87,7 @@ class SequenceGroup:
     max_len: int
     stop_token_ids: frozenset[int]
     eos_token_ids: frozenset[int]
-    sink: Any
+    sink: Sink | None
     priority: int = 0
     cache_salt: str | None = None
     bypass_prefix_cache: bool = False

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from openengine.core.scheduler import StepPlan
 from openengine.core.sequence import Sequence
+from openengine.core.step_plan import StepPlan
 from openengine.ops.batch import ForwardBatch
 from openengine.ops.kv_cache import KvCache
 

@@ -4,7 +4,8 @@
                                                                        ◀─ respond(raw arrays) ── response
 
 Everything that can be wrong is found here, in the caller's thread, before acceptance. Safe from any number of threads.
-Does not own tokens (task_tokens.py), what raw arrays mean (task_output.py), nor how long lists are split (tasks.py).
+Does not own the checks of single values (task_checks.py), tokens (task_tokens.py), what raw arrays mean (task_output.py),
+nor how long lists are split (tasks.py).
 """
 
 from __future__ import annotations
@@ -12,12 +13,22 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from openengine.core.sequence import SequenceGroup
 from openengine.core.task_capabilities import abilities, task_capabilities
+from openengine.core.task_checks import (
+    check_count,
+    checked_choice,
+    checked_content,
+    checked_flag,
+    checked_integer,
+    checked_items,
+    checked_text,
+    checked_type,
+)
 from openengine.core.task_kinds import TaskKind
 from openengine.core.task_output import (
     ScoreHead,
@@ -29,36 +40,31 @@ from openengine.core.task_output import (
 from openengine.core.task_profile import TaskProfile
 from openengine.core.task_tokens import TaskTokenizer
 from openengine.core.task_work import TaskItem, TaskWork
-from openengine.errors import InvalidArgument, ModelNotFound, RequestTooLarge, UnsupportedTask
+from openengine.errors import InvalidArgument, RequestTooLarge, UnsupportedTask
+from openengine.names import check_request_id, check_served
+from openengine.task_results import ClassifyResponse, EmbedResponse, ScoreResponse, TaskUsage
 from openengine.task_types import (
     ClassifyOptions,
     ClassifyRequest,
-    ClassifyResponse,
     EmbedCapabilities,
     EmbeddingEncoding,
     EmbedOptions,
     EmbedRequest,
-    EmbedResponse,
-    MultimodalTaskInput,
     ScoreCapabilities,
     ScoreGroup,
     ScoreNormalization,
     ScoreOptions,
     ScoreRequest,
-    ScoreResponse,
     TaskInput,
     TaskInputType,
     TaskOutputGranularity,
     TaskRequestContext,
-    TaskUsage,
     TaskValueSemantics,
 )
-from openengine.types import NameEnum
 
 __all__ = ["PreparedTask", "TaskLimits", "TaskPreparer"]
 
 _INT32 = 1 << 31
-_Enum = TypeVar("_Enum", bound=NameEnum)
 Response = EmbedResponse | ClassifyResponse | ScoreResponse
 
 
@@ -130,10 +136,10 @@ class TaskPreparer:
         """
         request_id, priority = self._context(request, EmbedRequest)
         can, spec = self._capability("embed"), self._profile.embedding
-        options = _typed("options", request.options, EmbedOptions)
-        granularity = _choice("granularity", options.granularity, TaskOutputGranularity, can.granularities)
-        encoding = _choice("encoding", options.encoding, EmbeddingEncoding, can.encodings)
-        normalize = _flag("normalize", options.normalize)
+        options = checked_type("options", request.options, EmbedOptions)
+        granularity = checked_choice("granularity", options.granularity, TaskOutputGranularity, can.granularities)
+        encoding = checked_choice("encoding", options.encoding, EmbeddingEncoding, can.encodings)
+        normalize = checked_flag("normalize", options.normalize)
         if normalize is not None and not can.supports_normalization:
             raise InvalidArgument("normalize: this model's vectors are given as they are; leave it out")
         by_token = granularity is TaskOutputGranularity.TOKEN
@@ -165,9 +171,9 @@ class TaskPreparer:
         """As `embed`."""
         request_id, priority = self._context(request, ClassifyRequest)
         can, head = self._capability("classify"), self._profile.class_head
-        options = _typed("options", request.options, ClassifyOptions)
-        granularity = _choice("granularity", options.granularity, TaskOutputGranularity, can.granularities)
-        semantics = _choice("output_semantics", options.output_semantics, TaskValueSemantics, can.semantics)
+        options = checked_type("options", request.options, ClassifyOptions)
+        granularity = checked_choice("granularity", options.granularity, TaskOutputGranularity, can.granularities)
+        semantics = checked_choice("output_semantics", options.output_semantics, TaskValueSemantics, can.semantics)
         texts, item_ids = self._inputs(request.inputs, can.input_types, None if is_split else can.max_batch_size)
         items = self._tokenizer.encode(texts, truncate=truncate)
         by_token = granularity is TaskOutputGranularity.TOKEN
@@ -186,12 +192,14 @@ class TaskPreparer:
         """As `embed`. `labels` are texts of one token each, in place of the request's `label_token_ids`."""
         request_id, priority = self._context(request, ScoreRequest)
         can, head = self._capability("score"), self._score_head
-        options = _typed("options", request.options, ScoreOptions)
-        granularity = _choice("granularity", options.granularity, TaskOutputGranularity, can.granularities)
-        semantics = _choice("output_semantics", options.output_semantics, TaskValueSemantics, can.semantics, None)
-        wanted = _choice("normalization", options.normalization, ScoreNormalization, can.normalizations, None)
+        options = checked_type("options", request.options, ScoreOptions)
+        granularity = checked_choice("granularity", options.granularity, TaskOutputGranularity, can.granularities)
+        semantics = checked_choice(
+            "output_semantics", options.output_semantics, TaskValueSemantics, can.semantics, None
+        )
+        wanted = checked_choice("normalization", options.normalization, ScoreNormalization, can.normalizations, None)
         label_ids = self._label_ids(options.label_token_ids, labels, can)
-        instruction = _text("instruction", options.instruction)
+        instruction = checked_text("instruction", options.instruction)
         if instruction and not can.supports_instruction:
             raise InvalidArgument("instruction: this model's pairs have no place for one; leave it out")
         if label_ids:
@@ -244,24 +252,21 @@ class TaskPreparer:
         """Request id and priority. Raises ModelNotFound for a name that is not served."""
         if not isinstance(request, kind):
             raise InvalidArgument(f"a request must be of type {kind.__name__}, not {request!r:.80}")
-        context = _typed("context", request.context, TaskRequestContext)
-        request_id, model = context.request_id, context.model
-        if request_id == "":
-            raise InvalidArgument("request_id is empty; leave it out to get a fresh one")
-        if model is not None and not (isinstance(model, str) and model in self._limits.model_names):
-            served = ", ".join(self._limits.model_names)
-            raise ModelNotFound(f"model {model!r:.80} is not served; served are {served}")
+        context = checked_type("context", request.context, TaskRequestContext)
+        request_id = context.request_id
+        check_request_id(request_id)
+        check_served(context.model, self._limits.model_names)
         if request_id is not None:
-            _text("request_id", request_id)
+            checked_text("request_id", request_id)
         self._capability(_TASKS[kind])
-        if context.lora_name is not None and _text("lora_name", context.lora_name):
+        if context.lora_name is not None and checked_text("lora_name", context.lora_name):
             raise InvalidArgument(f"lora_name {context.lora_name!r:.80}: this task takes no adapter; leave it out")
         if not isinstance(context.metadata, Mapping):
             raise InvalidArgument(f"metadata must be a mapping of texts, not {context.metadata!r:.80}")
         for key, value in context.metadata.items():
-            _text(f"metadata key {key!r:.40}", key)
-            _text(f"metadata[{key!r:.40}]", value)
-        priority = 0 if context.priority is None else _integer("priority", context.priority, -_INT32, _INT32 - 1)
+            checked_text(f"metadata key {key!r:.40}", key)
+            checked_text(f"metadata[{key!r:.40}]", value)
+        priority = 0 if context.priority is None else checked_integer("priority", context.priority, -_INT32, _INT32 - 1)
         return request_id or str(uuid.uuid4()), priority
 
     def check(self, task: str) -> None:
@@ -278,7 +283,7 @@ class TaskPreparer:
         if dimensions is None:
             return self._profile.embedding.truncate_dim if is_default else None
         native = self._profile.embedding.dimension
-        dimensions = _integer("dimensions", dimensions, 1, native, note=", the model's own number")
+        dimensions = checked_integer("dimensions", dimensions, 1, native, note=", the model's own number")
         if dimensions == native:
             return None
         if not can.supports_dimension_override:
@@ -313,30 +318,32 @@ class TaskPreparer:
         self, inputs: Any, allowed: Sequence[TaskInputType], most: int | None
     ) -> tuple[list[str | Sequence[int]], list[str]]:
         """Texts or token ids, and item ids."""
-        inputs = _several("inputs", inputs, TaskInput)
-        _check_count("inputs", len(inputs), most)
+        inputs = checked_items("inputs", inputs, TaskInput)
+        check_count("inputs", len(inputs), most)
         seen: set[str] = set()
-        texts = [_content(f"inputs[{index}]", item, allowed, seen) for index, item in enumerate(inputs)]
+        texts = [checked_content(f"inputs[{index}]", item, allowed, seen) for index, item in enumerate(inputs)]
         return texts, [item.item_id for item in inputs]
 
     def _groups(self, groups: Any, can: ScoreCapabilities, *, is_split: bool) -> tuple[ScoreGroup, ...]:
-        groups = _several("groups", groups, ScoreGroup)
-        _check_count("groups", len(groups), None if is_split else can.max_groups)
+        groups = checked_items("groups", groups, ScoreGroup)
+        check_count("groups", len(groups), None if is_split else can.max_groups)
         group_ids: set[str] = set()
         for index, group in enumerate(groups):
             where = f"groups[{index}]"
             if not isinstance(group.group_id, str) or not group.group_id or group.group_id in group_ids:
                 raise InvalidArgument(f"{where}: group_id {group.group_id!r:.80} is empty or used twice")
-            _text(f"{where}: group_id", group.group_id)
+            checked_text(f"{where}: group_id", group.group_id)
             group_ids.add(group.group_id)
             if group.query is None:
                 raise InvalidArgument(f"{where} has no query")
-            candidates = _several(f"{where}.candidates", group.candidates, TaskInput)
-            _check_count(f"{where}.candidates", len(candidates), None if is_split else can.max_candidates_per_group)
+            candidates = checked_items(f"{where}.candidates", group.candidates, TaskInput)
+            check_count(f"{where}.candidates", len(candidates), None if is_split else can.max_candidates_per_group)
             seen: set[str] = set()
-            _content(f"{where}.query", _typed(f"{where}.query", group.query, TaskInput), can.input_types, seen)
+            checked_content(
+                f"{where}.query", checked_type(f"{where}.query", group.query, TaskInput), can.input_types, seen
+            )
             for number, candidate in enumerate(candidates):
-                _content(f"{where}.candidates[{number}]", candidate, can.input_types, seen)
+                checked_content(f"{where}.candidates[{number}]", candidate, can.input_types, seen)
         return groups
 
     def _pairs(self, groups: Sequence[ScoreGroup], instruction: str, truncate: str) -> list[TaskItem]:
@@ -354,7 +361,7 @@ class TaskPreparer:
         return items
 
     def _label_ids(self, label_ids: Any, labels: Sequence[str], can: ScoreCapabilities) -> tuple[int, ...]:
-        ids = _several("label_token_ids", label_ids, (int, np.integer))
+        ids = checked_items("label_token_ids", label_ids, (int, np.integer))
         if labels:
             encoded = [self._tokenizer.tokenizer.encode(label, add_special_tokens=False) for label in labels]
             for label, tokens in zip(labels, encoded):
@@ -370,7 +377,7 @@ class TaskPreparer:
             )
         if ids and len(ids) > can.max_label_token_ids:
             raise InvalidArgument(f"{len(ids)} label_token_ids, the limit is {can.max_label_token_ids}; give fewer")
-        checked = tuple(_integer("label token id", i, 0, self._limits.vocab_size - 1) for i in ids)
+        checked = tuple(checked_integer("label token id", i, 0, self._limits.vocab_size - 1) for i in ids)
         if len(set(checked)) < len(checked):
             twice = next(i for i in checked if checked.count(i) > 1)
             raise InvalidArgument(f"label token id {twice} is given twice; give each once")
@@ -378,34 +385,6 @@ class TaskPreparer:
 
 
 _TASKS = {EmbedRequest: "embed", ClassifyRequest: "classify", ScoreRequest: "score"}
-
-
-# ---- values --------------------------------------------------------------------------------------
-
-
-def _content(where: str, item: TaskInput, allowed: Sequence[TaskInputType], seen: set[str]) -> str | Sequence[int]:
-    """The text or token ids of an input whose id is none of those `seen`."""
-    if not isinstance(item.item_id, str) or not item.item_id:
-        raise InvalidArgument(f"{where}: item_id {item.item_id!r:.80} must be a text that is not empty")
-    _text(f"{where}: item_id", item.item_id)
-    if item.item_id in seen:
-        raise InvalidArgument(f"{where}: item_id {item.item_id!r:.80} is used twice; give each item its own")
-    seen.add(item.item_id)
-    given = [kind for kind in TaskInputType if getattr(item, kind.value) is not None]
-    if len(given) != 1:
-        raise InvalidArgument(f"{where} takes exactly one of text, token_ids and multimodal, not {len(given)} of them")
-    (kind,) = given
-    if kind is TaskInputType.MULTIMODAL:
-        media = _typed(f"{where}.multimodal", item.multimodal, MultimodalTaskInput).media
-        if not media:
-            raise InvalidArgument(f"{where}.multimodal has no media; give at least one, or a text")
-    if kind not in allowed:
-        raise InvalidArgument(f"{where} is {kind}; this task takes {', '.join(allowed)}")
-    if kind is TaskInputType.TEXT:
-        return _typed(f"{where}.text", item.text, str)
-    if isinstance(item.token_ids, str):
-        raise InvalidArgument(f"{where}.token_ids must be a sequence of token ids, not the text {item.token_ids!r:.80}")
-    return item.token_ids
 
 
 def _with_shared(items: list[TaskItem], query: int) -> list[TaskItem]:
@@ -420,57 +399,3 @@ def _with_shared(items: list[TaskItem], query: int) -> list[TaskItem]:
 
 def _given(item: TaskInput) -> str | Sequence[int]:
     return item.text if item.text is not None else item.token_ids
-
-
-def _several(name: str, values: Any, kind: type | tuple[type, ...]) -> tuple[Any, ...]:
-    if not isinstance(values, (tuple, list)) or any(not isinstance(v, kind) or isinstance(v, bool) for v in values):
-        expected = kind.__name__ if isinstance(kind, type) else kind[0].__name__
-        raise InvalidArgument(f"{name} must be a tuple of {expected}, not {values!r:.80}")
-    return tuple(values)
-
-
-def _check_count(name: str, count: int, most: int | None) -> None:
-    if not count:
-        raise InvalidArgument(f"{name} is empty; give at least one")
-    if most is not None and count > most:
-        raise InvalidArgument(f"{count} {name}, the limit of one request is {most}; send several requests")
-
-
-def _typed(name: str, value: Any, kind: type) -> Any:
-    if not isinstance(value, kind):
-        raise InvalidArgument(f"{name} must be a {kind.__name__}, not {value!r:.80}")
-    return value
-
-
-_FIRST: Any = object()
-
-
-def _choice(name: str, value: Any, kind: type[_Enum], allowed: Sequence[_Enum], default: Any = _FIRST) -> _Enum | Any:
-    """`value` as one of `allowed`; where it is None, `default`, and without one the first of them."""
-    if value is None:
-        return allowed[0] if default is _FIRST else default
-    if not isinstance(value, str) or value not in tuple(kind):
-        raise InvalidArgument(f"{name} must be one of {', '.join(kind)}, not {value!r:.80}")
-    if value not in allowed:
-        raise InvalidArgument(f"{name} {value!s:.80}: this model has {', '.join(allowed)}")
-    return kind(value)
-
-
-def _flag(name: str, value: Any) -> bool | None:
-    if value is not None and not isinstance(value, (bool, np.bool_)):
-        raise InvalidArgument(f"{name} must be True or False, not {value!r:.80}")
-    return None if value is None else bool(value)
-
-
-def _text(name: str, value: Any) -> str:
-    try:
-        _typed(name, value, str).encode()
-    except UnicodeEncodeError as exc:
-        raise InvalidArgument(f"{name} holds a lone surrogate, which is no character") from exc
-    return value
-
-
-def _integer(name: str, value: Any, low: int, high: int, *, note: str = "") -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not low <= value <= high:
-        raise InvalidArgument(f"{name} must be an integer between {low} and {high}{note}, not {value!r:.80}")
-    return int(value)

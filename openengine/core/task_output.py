@@ -16,21 +16,18 @@ from typing import Any
 
 import numpy as np
 
-from openengine.core.sentence_transformers import ScoreSpec
 from openengine.core.task_kinds import TaskKind
+from openengine.core.task_specs import ScoreSpec
 from openengine.errors import InvalidArgument
-from openengine.task_types import (
+from openengine.task_results import (
     ClassificationOutput,
     DenseFloatTensor,
     EmbeddingOutput,
     ScoreCandidateOutput,
-    ScoreGroup,
     ScoreGroupOutput,
-    ScoreNormalization,
     SparseFloatTensor,
-    TaskOutputGranularity,
-    TaskValueSemantics,
 )
+from openengine.task_types import ScoreGroup, ScoreNormalization, TaskOutputGranularity, TaskValueSemantics
 
 __all__ = [
     "ClassHead",

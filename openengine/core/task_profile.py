@@ -22,14 +22,9 @@ from typing import Any
 
 from openengine.core.checkpoint import Checkpoint
 from openengine.core.models import EncoderConfig, HeadKind
-from openengine.core.sentence_transformers import (
-    EmbeddingSpec,
-    ScoreSpec,
-    plain_embedding_spec,
-    plain_score_spec,
-    read_sentence_transformers,
-)
+from openengine.core.sentence_transformers import plain_embedding_spec, plain_score_spec, read_sentence_transformers
 from openengine.core.task_output import ClassHead
+from openengine.core.task_specs import EmbeddingSpec, ScoreSpec
 from openengine.core.task_tokens import has_token_types
 from openengine.errors import InvalidArgument
 

@@ -22,7 +22,7 @@ import numpy as np
 from openengine.core.admission import as_token_ids
 from openengine.core.hf_tokenizer import HuggingFaceVocabulary
 from openengine.core.score_template import ScoreTemplate
-from openengine.core.sentence_transformers import EmbeddingSpec, ScoreSpec
+from openengine.core.task_specs import EmbeddingSpec, ScoreSpec
 from openengine.core.task_work import TaskItem
 from openengine.core.tokenizer import Tokenizer
 from openengine.core.tokenizer_files import read_json_object

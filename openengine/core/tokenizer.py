@@ -28,6 +28,7 @@ from openengine.core.legacy_tokenizer import find_legacy_files, load_legacy
 from openengine.core.sentencepiece_tokenizer import find_sentencepiece_model, load_sentencepiece
 from openengine.core.tokenizer_files import DEFAULT_TEMPLATE, TokenizerFiles, is_present
 from openengine.errors import InvalidArgument, UnsupportedFeature
+from openengine.validation import check_encodable
 
 __all__ = ["IncrementalDetokenizer", "Tokenizer", "load_tokenizer", "tokenizer_from_gguf"]
 
@@ -312,15 +313,7 @@ def _named_id(vocabulary: _Vocabulary, text: str | None) -> int | None:
 def _check_text(text: object, name: str = "text") -> None:
     if not isinstance(text, str):
         raise InvalidArgument(f"{name} is a {type(text).__name__}, expected a str")
-    if text.isascii():
-        return
-    try:
-        text.encode()
-    except UnicodeEncodeError as exc:
-        raise InvalidArgument(
-            f"{name} holds a lone surrogate ({text[exc.start]!r} at position {exc.start}), which is no character; "
-            "decode the bytes it came from with errors='replace'"
-        ) from exc
+    check_encodable(name, text)
 
 
 def _byte_positions(text: str) -> list[int]:

@@ -20,7 +20,8 @@ from openengine.core.admission import as_token_ids
 from openengine.core.cache_key_service import NO_CONTEXT, CacheKeyService
 from openengine.core.tokenizer import Tokenizer
 from openengine.core.tokenizer_export import tokenizer_files, without_normalizer
-from openengine.errors import ArtifactNotFound, InvalidArgument, ModelNotFound, PreconditionFailed, UnsupportedFeature
+from openengine.errors import ArtifactNotFound, InvalidArgument, PreconditionFailed, UnsupportedFeature
+from openengine.names import check_served
 from openengine.tokenizer_types import (
     CacheKeyContext,
     CacheKeySpec,
@@ -318,8 +319,7 @@ class TokenizerService:
         """Raises InvalidArgument for an empty name, ModelNotFound for one that is not served."""
         if model == "":
             raise InvalidArgument("model is empty; name one that is served")
-        if model is not None and model not in self._names:
-            raise ModelNotFound(f"model {model!r:.80} is not served; served are {', '.join(self._names)}")
+        check_served(model, self._names)
 
     def _check_fingerprint(self, expected: str) -> None:
         if expected and expected != self.fingerprint:

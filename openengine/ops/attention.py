@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from openengine.errors import InvalidArgument, UnsupportedFeature
-from openengine.ops.attention_cpu import TorchAttention
 from openengine.ops.attention_flash import FlashAttention
 from openengine.ops.attention_native import NativeAttention
+from openengine.ops.attention_torch import TorchAttention
 from openengine.ops.batch import ForwardBatch
 from openengine.ops.kv_cache import KvCache, KvSpec
 

@@ -65,7 +65,6 @@ from openengine import (
     LoadLoraResponse,
     LoraAdapter,
     ModelInfo,
-    OpenEngineError,
     RuntimeEvent,
     RuntimeEventType,
     SamplingParams,
@@ -79,7 +78,7 @@ from openengine import (
     UnloadLoraResponse,
     UnsupportedFeature,
 )
-from openengine.batches import arun_batch, cancel_and_wait, check_on_error, failed, run_batch
+from openengine.batches import arun_batch, arun_one, check_on_error, run_batch, run_one
 from openengine.options import Prompt, check_options, is_single_prompt, request_id_of
 from openengine.rpc import openengine_pb2 as pb
 from openengine.rpc.connection import Connection
@@ -156,17 +155,11 @@ class Client(InProcessOnly):
         if is_single_prompt(prompts):
             check_on_error(on_error)
             check_options(sampling, options)
-            handle = None
-            try:
-                handle = self._requests.admit(self._requests.one(prompts, sampling, options), wait=True)
-                return handle.result()
-            except OpenEngineError as exc:
-                if on_error == "raise":
-                    raise
-                return failed(request_id_of(prompts, options), exc)
-            except BaseException:
-                cancel_and_wait([handle] if handle else [])
-                raise
+
+            def start() -> Handle:
+                return self._requests.admit(self._requests.one(prompts, sampling, options), wait=True)
+
+            return run_one(start, request_id_of(prompts, options), on_error=on_error)
         results: dict[int, GenerationResult] = dict(
             self.as_completed(prompts, sampling, progress=progress, on_error=on_error, **options)
         )
@@ -226,18 +219,11 @@ class Client(InProcessOnly):
             return await arun_batch(self._start, items, window=self._window, on_error=on_error)
         check_on_error(on_error)
         check_options(sampling, options)
-        handle = None
-        try:
-            handle = await self._start(self._requests.one(prompts, sampling, options))
-            return await handle.aresult()
-        except OpenEngineError as exc:
-            if on_error == "raise":
-                raise
-            return failed(request_id_of(prompts, options), exc)
-        except BaseException:
-            if handle is not None:
-                handle.cancel()
-            raise
+
+        async def start() -> Handle:
+            return await self._start(self._requests.one(prompts, sampling, options))
+
+        return await arun_one(start, request_id_of(prompts, options), on_error=on_error)
 
     def submit(
         self,

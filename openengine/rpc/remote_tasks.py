@@ -17,27 +17,25 @@ from typing import Any
 
 from openengine import (
     Cancelled,
-    ClassificationOutput,
     ClassifyRequest,
-    ClassifyResponse,
-    EmbeddingOutput,
     EmbedRequest,
-    EmbedResponse,
     InternalError,
     InvalidArgument,
     ScoreGroup,
     ScoreRequest,
     ScoreResponse,
     TaskRequestContext,
-    TaskUsage,
     TokenizeOptions,
     UnsupportedFeature,
 )
+from openengine.names import check_request_id
 from openengine.progress import progress_bar
 from openengine.rpc.connection import Connection
 from openengine.rpc.convert import from_proto, to_proto
 from openengine.rpc.remote_tokenizer import RemoteTokenizerService
 from openengine.task_options import LocalOptions, build_classify, build_embed, build_score
+from openengine.task_results import TaskResponse, TaskResult, total_usage
+from openengine.task_types import TaskRequest
 
 __all__ = ["RemoteCall", "RemoteTasks"]
 
@@ -50,16 +48,13 @@ _INSTEAD = {
     "prompt": "the contract has no field for it; write it before each text yourself",
     "prompt_name": "the contract has no field for it; write the model's prompt of that name before each text yourself",
 }
-Request = EmbedRequest | ClassifyRequest | ScoreRequest
-Response = EmbedResponse | ClassifyResponse | ScoreResponse
-Result = Response | EmbeddingOutput | ClassificationOutput
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteCall:
     """The requests of a call. `is_single`: it has one input, outside a list."""
 
-    requests: list[Request]
+    requests: list[TaskRequest]
     is_single: bool = False
 
 
@@ -89,10 +84,10 @@ class RemoteTasks:
             request = replace(request, options=replace(request.options, label_token_ids=label_ids))
         return RemoteCall(self._named(request, request is query))
 
-    def run(self, call: RemoteCall, progress: bool | None) -> Result:
+    def run(self, call: RemoteCall, progress: bool | None) -> TaskResult:
         """Run the requests of a call and join their responses. An interrupt cancels them."""
         pending: deque[Future[Any]] = deque()
-        responses: list[Response] = []
+        responses: list[TaskResponse] = []
         todo, total = iter(call.requests), len(call.requests)
         with progress_bar(progress if total > 1 else False, total=total, desc="tasks", unit="req") as bar:
             try:
@@ -109,10 +104,10 @@ class RemoteTasks:
                     future.cancel()
         return _result(call, responses)
 
-    async def arun(self, call: RemoteCall) -> Result:
+    async def arun(self, call: RemoteCall) -> TaskResult:
         """`run` for an event loop. Cancelling the task cancels the requests."""
         pending: deque[Future[Any]] = deque()
-        responses: list[Response] = []
+        responses: list[TaskResponse] = []
         todo = iter(call.requests)
         try:
             while len(responses) < len(call.requests):
@@ -125,12 +120,12 @@ class RemoteTasks:
                 future.cancel()
         return _result(call, responses)
 
-    def _start(self, request: Request) -> Future[Any]:
+    def _start(self, request: TaskRequest) -> Future[Any]:
         stub = self._connection.stub
         method = {EmbedRequest: stub.Embed, ClassifyRequest: stub.Classify, ScoreRequest: stub.Score}[type(request)]
         return self._connection.start(self._connection.answer(method, to_proto(request)))
 
-    def _named(self, request: Request, is_one: bool) -> list[Any]:
+    def _named(self, request: TaskRequest, is_one: bool) -> list[Any]:
         """Requests with ids of their own and the model's name. One of the contract, or with an id, is not split."""
         context = request.context
         if not isinstance(context, TaskRequestContext):
@@ -139,8 +134,7 @@ class RemoteTasks:
         parts = [request] if is_one else _parts(request)
         model = self._model if context.model is None else context.model
         request_id = context.request_id
-        if request_id == "":
-            raise InvalidArgument("request_id is empty; leave it out to get a fresh one")
+        check_request_id(request_id)
         return [
             replace(part, context=replace(context, request_id=request_id or str(uuid.uuid4()), model=model))
             for part in parts
@@ -174,7 +168,7 @@ def _take(items: Iterator[Any], count: int) -> Iterator[Any]:
             return
 
 
-def _parts(request: Request) -> list[Request]:
+def _parts(request: TaskRequest) -> list[TaskRequest]:
     if not isinstance(request, ScoreRequest):
         return [replace(request, inputs=inputs) for inputs in _runs(request.inputs)]
     pairs = [(group, candidate) for group in request.groups for candidate in group.candidates]
@@ -203,7 +197,7 @@ def _runs(items: Sequence[Any], *, content: Callable[[Any], Any] = lambda item: 
     return [*parts, tuple(part)] if part or not parts else parts
 
 
-def _result(call: RemoteCall, responses: Sequence[Response]) -> Result:
+def _result(call: RemoteCall, responses: Sequence[TaskResponse]) -> TaskResult:
     response = _joined(responses)
     if not call.is_single:
         return response
@@ -212,15 +206,11 @@ def _result(call: RemoteCall, responses: Sequence[Response]) -> Result:
     return response[0]
 
 
-def _joined(responses: Sequence[Response]) -> Response:
+def _joined(responses: Sequence[TaskResponse]) -> TaskResponse:
     first = responses[0]
     if len(responses) == 1:
         return first
-    usages = [response.usage for response in responses if response.usage is not None]
-    cached = [usage.cached_input_tokens for usage in usages if usage.cached_input_tokens is not None]
-    usage = TaskUsage(
-        input_tokens=sum(usage.input_tokens for usage in usages), cached_input_tokens=sum(cached) if cached else None
-    )
+    usage = total_usage([response.usage for response in responses if response.usage is not None])
     if isinstance(first, ScoreResponse):
         return replace(first, groups=_joined_groups(responses), usage=usage)
     outputs = chain.from_iterable(response.outputs for response in responses)

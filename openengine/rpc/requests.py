@@ -10,29 +10,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from openengine import (
-    DuplicateRequest,
-    GenerateRequest,
-    GenerationResult,
-    Handle,
-    InvalidArgument,
-    OpenEngineError,
-    SamplingParams,
-)
-from openengine.batches import check_on_error, failed, named_item
-from openengine.options import (
-    batch_items,
-    build_request,
-    check_options,
-    is_single_prompt,
-    request_id_of,
-    take_chat_options,
-)
+from openengine import GenerateRequest, GenerationResult, Handle, OpenEngineError, SamplingParams
+from openengine.batches import check_on_error, failed_item
+from openengine.names import check_request_id, check_unrepeated
+from openengine.options import batch_prompts, build_one, request_id_of, take_chat_options
 from openengine.rpc.connection import Connection
 from openengine.rpc.convert import to_proto
 from openengine.rpc.remote import Starting
 from openengine.rpc.remote_tokenizer import RemoteTokenizerService
-from openengine.types import validate_request
+from openengine.validation import validate_request
 
 __all__ = ["Requests"]
 
@@ -58,17 +44,14 @@ class Requests:
 
     def one(self, prompt: Any, sampling: SamplingParams | None, options: dict[str, Any]) -> GenerateRequest:
         """The request of one prompt, checked as far as that needs no model."""
-        if not is_single_prompt(prompt):
-            raise InvalidArgument("this takes one prompt; use generate or as_completed for a batch")
-        request = build_request(prompt, sampling, options)
+        request = build_one(prompt, sampling, options)
         validate_request(request)
         request = replace(
             request,
             request_id=str(uuid.uuid4()) if request.request_id is None else request.request_id,
             model=self._model if request.model is None else request.model,
         )
-        if not request.request_id:
-            raise InvalidArgument("request_id is empty; leave it out to get a fresh one")
+        check_request_id(request.request_id)
         return request
 
     def batch(
@@ -76,26 +59,19 @@ class Requests:
     ) -> list[Item]:
         """Every item checked before anything runs; a bad one is a result with its error, or raised, naming its index."""
         check_on_error(on_error)
-        check_options(sampling, options)
-        prompts = batch_items(prompts)
-        if options.get("request_id") is not None and len(prompts) != 1:
-            raise InvalidArgument(f"request_id names one request, the batch has {len(prompts)}; use GenerateRequests")
+        prompts = batch_prompts(prompts, sampling, options)
         items: list[Item] = []
         request_ids: set[str] = set()
         for index, prompt in enumerate(prompts):
             try:
                 request = self.one(prompt, sampling, options)
                 to_proto(request)  # what does not fit the wire
-                if request.request_id in request_ids:
-                    raise DuplicateRequest(
-                        f"request_id {request.request_id!r:.80} is used by an earlier item; give each item its own"
-                    )
+                check_unrepeated(request.request_id, request_ids)
                 request_ids.add(request.request_id)
                 items.append(request)
             except OpenEngineError as exc:
-                if on_error == "raise":
-                    raise named_item(exc, index, len(prompts)) from exc
-                items.append(failed(request_id_of(prompt, options), exc))
+                request_id = request_id_of(prompt, options)
+                items.append(failed_item(exc, request_id, index=index, total=len(prompts), on_error=on_error))
         return items
 
     def admit(self, request: GenerateRequest, *, keep_events: bool = False, wait: bool = False) -> Handle:

@@ -44,13 +44,13 @@ _LONG_KEYS["required"] = list(_LONG_KEYS["properties"])
 
 @dataclass(frozen=True, slots=True)
 class GuidedResult:
-    """Seconds of whole runs and of steps that decode every row (NaN where no step does); of compiling each schema; of a schema with long keys."""
+    """Seconds of whole runs and of steps that decode every row; of compiling each schema; of a schema with long keys."""
 
     num_requests: int
     base_seconds: tuple[float, ...]
     guided_seconds: tuple[float, ...]
-    base_step_s: float
-    guided_step_s: float
+    base_step_s: float | None  # None where no step decoded every row, as is the next
+    guided_step_s: float | None
     compile_s: tuple[float, ...]
     num_refused: int
     jump_seconds: tuple[float, float]  # without and with jumping ahead
@@ -107,8 +107,8 @@ def _compile(bench: Bench, path: Path | None) -> tuple[tuple[float, ...], int]:
     return tuple(seconds), num_refused
 
 
-def _rates(bench: Bench) -> tuple[tuple[tuple[float, ...], float], tuple[tuple[float, ...], float]]:
-    """Seconds of each run and the median step, without and with guides."""
+def _rates(bench: Bench) -> list[tuple[tuple[float, ...], float | None]]:
+    """Seconds of each run and of the median step with every row, without and with guides."""
     requests = bench.requests("batch64")
     guides = itertools.cycle([GuidedDecoding(json_schema=endless_schema(index)) for index in range(len(requests))])
 
@@ -125,8 +125,11 @@ def _rates(bench: Bench) -> tuple[tuple[tuple[float, ...], float], tuple[tuple[f
         for build in (unguided, guided) if index % 2 == 0 else (guided, unguided):
             with StepClock(bench.engine) as clock:
                 seconds[build].append(bench.run(requests, build)[0])
-            steps[build] += clock.decode_s(len(requests)) or [float("nan")]
-    return tuple((tuple(seconds[build]), statistics.median(steps[build])) for build in (unguided, guided))
+            steps[build] += clock.decode_s(len(requests))
+    return [
+        (tuple(seconds[build]), statistics.median(steps[build]) if steps[build] else None)
+        for build in (unguided, guided)
+    ]
 
 
 def _jumps(bench: Bench) -> tuple[tuple[float, int], tuple[float, int]]:
@@ -157,7 +160,7 @@ def guided_lines(result: GuidedResult) -> Iterator[str]:
     base, guided = statistics.median(result.base_seconds), statistics.median(result.guided_seconds)
     yield (
         f"guided: batch64 in {guided:.3f} s, unguided {base:.3f} s: {result.rate:.3f} of the rate; "
-        f"a step of all rows {result.guided_step_s * 1e3:.2f} ms, unguided {result.base_step_s * 1e3:.2f} ms"
+        f"a step of all rows {_milliseconds(result.guided_step_s)}, unguided {_milliseconds(result.base_step_s)}"
     )
     yield (
         f"  compiling {len(result.compile_s)} schemas: median {statistics.median(result.compile_s) * 1e3:.1f} ms, "
@@ -167,6 +170,10 @@ def guided_lines(result: GuidedResult) -> Iterator[str]:
     yield (
         f"  long keys: {fast:.3f} s in {few} steps with jumping ahead, {slow:.3f} s in {many} without: {slow / fast:.2f} x"
     )
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "never came" if seconds is None else f"{seconds * 1e3:.2f} ms"
 
 
 def _request(request: Request, guide: GuidedDecoding | None) -> GenerateRequest:

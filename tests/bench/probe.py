@@ -41,8 +41,8 @@ PHASES: dict[str, tuple[str, str]] = {
     "logits": ("_runner._model", "logits"),
     "sample": ("_runner._sampler", "sample"),
     "runner, rest": ("_runner", "execute"),
-    "commit": ("", "_commit"),
-    "output": ("", "_process"),
+    "commit": ("_output", "commit"),
+    "output": ("_output", "process"),
     "deliver": ("", "_deliver"),
     "loop, rest": ("", "_turn"),
 }

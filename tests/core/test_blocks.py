@@ -8,7 +8,7 @@ import pytest
 
 from openengine.core.blocks import BlockManager
 from openengine.core.cache_keys import CacheKeyContext, block_keys
-from openengine.types import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from openengine.event_types import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 
 ROOT = bytes(32)
 SIZE = 4

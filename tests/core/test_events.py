@@ -18,8 +18,7 @@ from openengine.core.events import EventLog
 from openengine.core.runtime_events import RuntimeEventBus
 from openengine.core.subscription import wake
 from openengine.errors import InvalidArgument, OutOfRange, Overloaded
-from openengine.service_types import RuntimeEventType
-from openengine.types import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from openengine.event_types import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, RuntimeEventType
 
 BLOCK = 4
 ROOT = b"r" * 32

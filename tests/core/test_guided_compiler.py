@@ -17,8 +17,8 @@ pytest.importorskip("llguidance")
 
 from guided_tools import EOS, OTHER_EOS, byte_compiler, legal_tokens, start_after
 
-from openengine.core import guided
-from openengine.core.guided import GuideCompiler
+from openengine.core.guides.compiler import GuideCompiler
+from openengine.core.guides.grammar import Grammar
 from openengine.errors import InternalError, InvalidArgument, PreconditionFailed, UnsupportedFeature
 from openengine.types import ChoiceConstraint, GuidedDecoding, JsonObjectConstraint
 
@@ -281,7 +281,7 @@ def test_several_patterns_at_once_are_a_guide(compiler):
 
 
 def test_a_failure_of_the_compiler_is_a_typed_error(compiler, monkeypatch):
-    monkeypatch.setattr(guided.Grammar, "text", lambda self, start: {}[start])
+    monkeypatch.setattr(Grammar, "text", lambda self, start: {}[start])
     with pytest.raises(InternalError, match="compiling the regex guide failed: KeyError"):
         compiler.compile(regex("broken"))
 

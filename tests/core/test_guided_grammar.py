@@ -13,10 +13,10 @@ pytest.importorskip("llguidance")
 
 from guided_tools import byte_compiler
 
-from openengine.core.guided import GuideCompiler
-from openengine.core.guides.context_free import Choice, Node, Reference, Sequence
+from openengine.core.guides.compiler import GuideCompiler
 from openengine.core.guides.gbnf import parse_gbnf
 from openengine.core.guides.language import Language, matches
+from openengine.core.guides.rule_nodes import Choice, Node, Reference, Sequence
 from openengine.errors import InvalidArgument
 from openengine.types import GuidedDecoding
 

@@ -19,7 +19,8 @@ pytest.importorskip("llguidance")
 
 from guided_tools import EOS, byte_compiler, greedy_output, random_output
 
-from openengine.core.guided import CompiledGuide, GuideCompiler
+from openengine.core.guides.compiled import CompiledGuide
+from openengine.core.guides.compiler import GuideCompiler
 from openengine.errors import InvalidArgument
 from openengine.types import GuidedDecoding, JsonObjectConstraint
 
@@ -275,6 +276,20 @@ def test_text_that_python_would_read_in_its_own_way_is_refused(compiler, text, s
 def test_surrogates_in_a_class_stand_for_no_character(compiler):
     guide = compiled(compiler, {"type": "string", "pattern": r"^[^\ud800-\udfff]$"})
     assert guide.accepts('"😀"') and guide.accepts('"a"') and not guide.accepts('""')
+
+
+def objects_of(num_members: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{index}": {"type": "integer"} for index in range(num_members)}}
+
+
+def test_as_many_optional_members_as_are_taken_can_be_followed(compiler):
+    guide = compiled(compiler, objects_of(900))
+    assert guide.accepts('{"p0":1,"p899":2,"more":3}') and not guide.accepts('{"p1":1,"p0":2}')
+
+
+def test_more_optional_members_than_can_be_followed_are_refused_before_the_backend_sees_them(compiler):
+    with pytest.raises(InvalidArgument, match="3000 optional members follow one another, the limit is 900"):
+        compiled(compiler, objects_of(3000))
 
 
 # ---- public test data, where it is at hand ---------------------------------------------------------

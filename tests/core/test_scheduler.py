@@ -9,8 +9,9 @@ import pytest
 
 from openengine.core.blocks import BlockManager
 from openengine.core.cache_keys import root_key
-from openengine.core.scheduler import Scheduler, StepPlan
+from openengine.core.scheduler import Scheduler
 from openengine.core.sequence import SequenceGroup, SequenceState
+from openengine.core.step_plan import StepPlan
 from openengine.errors import InternalError
 from openengine.types import FinishReason, ResponseOptions, SamplingParams, StoppingOptions
 

@@ -11,15 +11,10 @@ import pytest
 import torch
 
 from openengine.core.pooler import Pooler
-from openengine.core.sentence_transformers import (
-    EmbeddingSpec,
-    ScoreSpec,
-    plain_embedding_spec,
-    plain_score_spec,
-    read_sentence_transformers,
-)
+from openengine.core.sentence_transformers import plain_embedding_spec, plain_score_spec, read_sentence_transformers
 from openengine.core.task_kinds import TaskKind
 from openengine.core.task_output import embed_outputs
+from openengine.core.task_specs import EmbeddingSpec, ScoreSpec
 from openengine.core.task_tokens import TaskTokenizer
 from openengine.core.task_work import TaskWork
 from openengine.core.tokenizer import load_tokenizer

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from openengine.core.sentence_transformers import ScoreSpec
 from openengine.core.task_kinds import TaskKind
 from openengine.core.task_output import (
     ClassHead,
@@ -15,6 +14,7 @@ from openengine.core.task_output import (
     resolve_label_scores,
     score_outputs,
 )
+from openengine.core.task_specs import ScoreSpec
 from openengine.errors import InvalidArgument
 from openengine.task_types import (
     ScoreGroup,

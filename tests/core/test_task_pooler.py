@@ -11,8 +11,8 @@ import torch
 import openengine.core.pooler as pooler_module
 from openengine.core.heads import TaskHead
 from openengine.core.pooler import Pooler
-from openengine.core.sentence_transformers import EmbeddingSpec
 from openengine.core.task_kinds import TaskKind
+from openengine.core.task_specs import EmbeddingSpec
 from openengine.core.task_work import TaskWork
 from openengine.ops.linear import Linear
 

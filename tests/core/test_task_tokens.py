@@ -15,7 +15,7 @@ from openengine.core.score_template import (
     find_score_template,
     yes_no_ids,
 )
-from openengine.core.sentence_transformers import EmbeddingSpec, ScoreSpec
+from openengine.core.task_specs import EmbeddingSpec, ScoreSpec
 from openengine.core.task_tokens import TaskTokenizer, has_token_types
 from openengine.core.tokenizer import Tokenizer, load_tokenizer
 from openengine.errors import InvalidArgument, UnsupportedFeature

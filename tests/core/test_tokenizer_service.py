@@ -33,17 +33,13 @@ from openengine.tokenizer_types import (
     TokenizeOptions,
     TokenizerOperation,
 )
-from tests.core.test_tokenizer import (  # noqa: F401  (fixtures)
+from tests.tokenizer_kinds import (
     KINDS,
     REVERSIBLE,
     TEXTS,
     byte_gguf,
     byte_level,
-    kinds,
-    processor,
-    sp_model,
-    unigram,
-    write,
+    write_tokenizer,
 )
 
 REVISION = "sha256:" + "11" * 32
@@ -75,7 +71,7 @@ def service_of(tokenizer, *, vocab_size=None, prefix_cache=True, **options):
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     flags = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True}
-    return load_tokenizer(write(tmp_path_factory.mktemp("byte_level"), byte_level(), **flags))
+    return load_tokenizer(write_tokenizer(tmp_path_factory.mktemp("byte_level"), byte_level(), **flags))
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +119,7 @@ def test_tok_02_no_id_of_the_tokenizer_reaches_the_width_of_the_model(tokenizer)
 
 def test_tok_03_the_same_files_give_the_same_identity(tmp_path, tokenizer):
     flags = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True}
-    again = service_of(load_tokenizer(write(tmp_path, byte_level(), **flags)))
+    again = service_of(load_tokenizer(write_tokenizer(tmp_path, byte_level(), **flags)))
     assert again.info() == service_of(tokenizer).info()
     assert again.cache_key_spec() == service_of(tokenizer).cache_key_spec()
 
@@ -251,8 +247,8 @@ def test_tok_10_a_normalizer_that_the_vocabulary_needs_cannot_be_turned_off(kind
 def test_tok_10_normalize_false_leaves_the_characters_as_they_are(tmp_path):
     backend = byte_level()
     backend.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
-    tokenizer = load_tokenizer(write(tmp_path, backend))
-    service, plain = service_of(tokenizer), load_tokenizer(write(tmp_path / "plain", byte_level()))
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, backend))
+    service, plain = service_of(tokenizer), load_tokenizer(write_tokenizer(tmp_path / "plain", byte_level()))
     for text in ("The</s>the", "Cafe\u0301"):
         for parse in (True, False):
             options = TokenizeOptions(normalize=False, parse_special_tokens=parse)
@@ -428,7 +424,7 @@ def test_art_08_the_artifacts_rebuild_the_tokenizer(kinds, name, tmp_path):  # n
 @pytest.mark.parametrize("flags", [{"add_bos_token": True}, {"add_eos_token": True, "add_bos_token": False}])
 def test_art_08_rules_of_the_config_are_in_the_artifacts(tmp_path, flags):
     config = {"tokenizer_class": "LlamaTokenizer", "additional_special_tokens": ["<tool>"], **flags}
-    original = load_tokenizer(write(tmp_path / "original", byte_level(), **config))
+    original = load_tokenizer(write_tokenizer(tmp_path / "original", byte_level(), **config))
     assert_same_tokenizer(original, fetch(service_of(original), tmp_path / "copy"), [*TEXTS, "the<tool>x"])
 
 

@@ -8,7 +8,7 @@ import torch
 
 from openengine.errors import InvalidArgument, UnsupportedFeature
 from openengine.ops.attention import select_backend
-from openengine.ops.attention_cpu import TorchAttention
+from openengine.ops.attention_torch import TorchAttention
 from openengine.ops.kv_cache import KvSpec
 from tests.ops.ragged import Sequences, make_batch
 from tests.reference import naive_attention

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from openengine.errors import InvalidArgument, UnsupportedFeature
 from openengine.ops.attention import select_backend
-from openengine.ops.attention_cpu import TorchAttention
 from openengine.ops.attention_flash import FlashAttention
+from openengine.ops.attention_torch import TorchAttention
 from openengine.ops.kv_cache import KvSpec
 from tests.ops.ragged import Sequences
 from tests.reference import naive_attention

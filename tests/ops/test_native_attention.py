@@ -9,8 +9,8 @@ import torch
 
 from openengine.errors import InvalidArgument, UnsupportedFeature
 from openengine.ops.attention import select_backend
-from openengine.ops.attention_cpu import TorchAttention
 from openengine.ops.attention_native import NativeAttention, TiledKvCache
+from openengine.ops.attention_torch import TorchAttention
 from openengine.ops.kv_cache import KvCache, KvSpec
 from openengine.ops.native import LEVELS, native_absence, native_library
 from openengine.ops.rope import Rope, RopeConfig

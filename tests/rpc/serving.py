@@ -151,17 +151,10 @@ def status(call: Callable[[], Any]) -> grpc.StatusCode:
     return caught.value.code()
 
 
-def eventually(condition: Callable[[], Any], timeout: float = 10) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "it did not become true in time"
-        time.sleep(0.01)
-
-
 def load(server: Any) -> pb.LoadInfo:
     return server.stub.GetLoad(pb.GetLoadRequest())
 
 
 def is_idle(server: Any) -> bool:
     info = load(server)
-    return info.running_requests == info.queued_requests == 0
+    return info.running_requests == info.queued_requests == info.used_kv_blocks == 0

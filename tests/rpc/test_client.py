@@ -27,7 +27,8 @@ from openengine import (
 from openengine import EmbedRequest as Embed
 from openengine.rpc import Client
 from openengine.rpc.client import _check_revision
-from tests.rpc.serving import eventually, is_idle, load
+from tests.rpc.serving import is_idle, load
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -123,14 +124,14 @@ def test_refusals_and_failures_are_the_engines_classes(client):
 def test_leaving_a_stream_early_cancels_its_request(client, server):
     with client.stream("s", max_tokens=1500, temperature=0) as events:
         assert next(events).text == "t"
-    eventually(lambda: is_idle(server), timeout=2)
+    wait_until(lambda: is_idle(server), timeout=2)
 
     async def leave():
         async for event in client.astream("s", max_tokens=1500, temperature=0):
             return event.text
 
     assert asyncio.run(leave()) == "t"
-    eventually(lambda: is_idle(server), timeout=2)
+    wait_until(lambda: is_idle(server), timeout=2)
 
 
 def test_cancelling_a_task_cancels_its_requests(client, server):
@@ -143,7 +144,7 @@ def test_cancelling_a_task_cancels_its_requests(client, server):
             await task
 
     asyncio.run(main())
-    eventually(lambda: is_idle(server), timeout=2)
+    wait_until(lambda: is_idle(server), timeout=2)
 
 
 def test_a_handle_gives_events_result_and_cancels(client):

@@ -39,6 +39,7 @@ from openengine.rpc.convert import (
 )
 from openengine.rpc.errors import error_of_status, from_engine_error, status_of, to_engine_error
 from openengine.rpc.structs import fill_struct, read_struct
+from openengine.validation import validate_request
 
 MESSAGES = {
     descriptor.name: getattr(module, descriptor.name)
@@ -336,7 +337,7 @@ def test_kvo_04_lgp_07_empty_but_present_fields_reach_the_engine():
     assert value.response.output_candidates == oe.CandidateTokenSelection()
     assert value.stopping.conditions == (oe.StopCondition(), oe.StopCondition(stop_text=""))
     with pytest.raises(oe.InvalidArgument):
-        oe.types.validate_request(value)
+        validate_request(value)
 
 
 def test_gen_03_gde_09_abt_01_unset_oneofs_reach_the_engine():

@@ -8,7 +8,8 @@ import pytest
 from openengine.rpc import openengine_pb2 as pb
 from openengine.rpc import tokenizer_pb2 as tok
 from tests.rpc.scripted_server import VOCAB_SIZE, VOCABULARY
-from tests.rpc.serving import eventually, fresh_id, is_idle, load, request, run, running, status
+from tests.rpc.serving import fresh_id, is_idle, load, request, run, running, status
+from tests.waiting import wait_until
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
@@ -18,13 +19,13 @@ C = VOCABULARY.index("c")
 @pytest.fixture
 def busy(server):
     """Eight requests that hold every slot."""
-    eventually(lambda: is_idle(server))
+    wait_until(lambda: is_idle(server))
     calls = [server.stub.Generate(request("s", max_tokens=1500)) for _ in range(8)]
-    eventually(lambda: load(server).running_requests == 8)
+    wait_until(lambda: load(server).running_requests == 8)
     yield
     for call in calls:
         call.cancel()
-    eventually(lambda: is_idle(server))
+    wait_until(lambda: is_idle(server))
 
 
 # ---- Generate ------------------------------------------------------------------------------------
@@ -52,9 +53,9 @@ def test_mod_09_as_many_sequences_as_advertised_run(stub):
 def test_gen_15_a_queued_request_that_is_cancelled_is_gone(server, busy):
     message = request("c")
     call = server.stub.Generate(message)
-    eventually(lambda: load(server).queued_requests == 1)
+    wait_until(lambda: load(server).queued_requests == 1)
     call.cancel()
-    eventually(lambda: load(server).queued_requests == 0, timeout=2)
+    wait_until(lambda: load(server).queued_requests == 0, timeout=2)
     assert load(server).running_requests == 8
 
 
@@ -62,14 +63,14 @@ def test_gen_15_a_deadline_ends_a_queued_request(server, busy):
     with pytest.raises(grpc.RpcError) as caught:
         list(server.stub.Generate(request("c"), timeout=0.2))
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    eventually(lambda: load(server).queued_requests == 0, timeout=2)
+    wait_until(lambda: load(server).queued_requests == 0, timeout=2)
 
 
 def test_ld_05_waiting_tokens_are_those_of_queued_prompts(server, busy):
     assert load(server).waiting_tokens == 0
     calls = [server.stub.Generate(request(prompt)) for prompt in ("hello", "you")]
-    eventually(lambda: load(server).queued_requests == 2)
-    eventually(lambda: load(server).waiting_tokens == 8)
+    wait_until(lambda: load(server).queued_requests == 2)
+    wait_until(lambda: load(server).waiting_tokens == 8)
     for call in calls:
         call.cancel()
 
@@ -144,7 +145,7 @@ def test_abt_05_a_thousand_finished_ids_are_remembered(stub):
 
 
 def test_drn_09_reports_count_what_is_in_flight(server):
-    eventually(lambda: is_idle(server))
+    wait_until(lambda: is_idle(server))
     calls = [server.stub.Generate(request("s", max_tokens=500)) for _ in range(3)]
     for call in calls:
         next(call)

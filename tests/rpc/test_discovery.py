@@ -10,7 +10,8 @@ import pytest
 from openengine.rpc import openengine_pb2 as pb
 from openengine.rpc import tokenizer_pb2 as tok
 from tests.rpc.scripted_server import VOCAB_SIZE, VOCABULARY
-from tests.rpc.serving import eventually, fresh_id, is_idle, load, request, run, running, status
+from tests.rpc.serving import fresh_id, is_idle, load, request, run, running, status
+from tests.waiting import wait_until
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 NOT_FOUND = grpc.StatusCode.NOT_FOUND
@@ -140,7 +141,7 @@ def test_lor_08_mod_11_without_lora_the_three_rpcs_are_refused(stub):
 
 
 def test_ld_01_04_an_idle_engine_reports_measured_zeros(server, model):
-    eventually(lambda: is_idle(server))
+    wait_until(lambda: is_idle(server))
     info = load(server)
     for name in (
         "running_requests",
@@ -163,7 +164,7 @@ def test_ld_03_05_the_snapshot_follows_reality(server):
     later = load(server)
     assert later.timestamp_unix_nanos >= info.timestamp_unix_nanos, "LD-02"
     call.cancel()
-    eventually(lambda: is_idle(server))
+    wait_until(lambda: is_idle(server))
     assert load(server).used_kv_blocks == 0
 
 
@@ -191,7 +192,7 @@ def test_hlt_01_02_without_a_probe_it_answers_while_the_engine_is_busy(stub):
 
 
 def test_hlt_03_07_a_probe_runs_and_leaves_nothing_behind(server):
-    eventually(lambda: is_idle(server))
+    wait_until(lambda: is_idle(server))
     events = server.stub.SubscribeKvEvents(pb.SubscribeKvEventsRequest())
     events.initial_metadata()
     response = server.stub.Health(pb.HealthRequest(include_inference_probe=True))

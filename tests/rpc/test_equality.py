@@ -28,8 +28,9 @@ from openengine.rpc import openengine_pb2 as pb
 from openengine.rpc.convert import from_proto
 from tests.checkpoints import write_checkpoint
 from tests.rpc.scripted_server import VOCAB_SIZE
-from tests.rpc.serving import eventually, is_idle, load, running
+from tests.rpc.serving import is_idle, load, running
 from tests.stream_grammar import check_stream
+from tests.waiting import wait_until
 
 HOT = SamplingParams(temperature=-1.0)
 OPTIONS = {"max_num_seqs": 8, "num_kv_blocks": 64, "block_size": 32}
@@ -277,7 +278,7 @@ def random_request(rng: random.Random, number: int) -> tuple[pb.GenerateRequest,
 def test_every_stream_of_a_randomized_run_keeps_the_grammar_and_nothing_is_left(server, request):
     count = 2000 if request.config.option.markexpr == "soak" else 200
     rng = random.Random(2026)
-    eventually(lambda: is_idle(server))
+    wait_until(lambda: is_idle(server))
     outcomes: Counter[str] = Counter()
 
     async def one(stub, number, window):
@@ -327,5 +328,5 @@ def test_every_stream_of_a_randomized_run_keeps_the_grammar_and_nothing_is_left(
 
     asyncio.run(main())
     assert outcomes["OK"] > count / 2 and outcomes["INVALID_ARGUMENT"], outcomes
-    eventually(lambda: is_idle(server))
+    wait_until(lambda: is_idle(server))
     assert load(server).used_kv_blocks == 0, "used blocks are cached blocks only, which count as free"

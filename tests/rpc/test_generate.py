@@ -13,7 +13,8 @@ import pytest
 from openengine.rpc import openengine_pb2 as pb
 from openengine.rpc import tokenizer_pb2 as tok
 from tests.rpc.scripted_server import VOCAB_SIZE, VOCABULARY
-from tests.rpc.serving import eventually, fresh_id, is_idle, load, request, run, status
+from tests.rpc.serving import fresh_id, is_idle, load, request, run, status
+from tests.waiting import wait_until
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 NOT_FOUND = grpc.StatusCode.NOT_FOUND
@@ -132,7 +133,7 @@ def test_gen_08_an_id_in_flight_is_refused_and_the_first_is_undisturbed(server):
     text += "".join(response.token.text for response in itertools.islice(first, 59))
     assert text == "tuvwxyz" + 2 * "abcdefghijklmnopqrstuvwxyz" + "a"
     first.cancel()
-    eventually(lambda: is_idle(server))
+    wait_until(lambda: is_idle(server))
     assert run(server.stub, request(request_id="twice")).text == "defg", "a finished id may be used again"
 
 
@@ -142,7 +143,7 @@ def test_gen_10_metadata_changes_nothing(stub):
 
 def test_gen_11_the_larger_priority_starts_first(server):
     busy = [server.stub.Generate(request("s", max_tokens=100)) for _ in range(8)]
-    eventually(lambda: load(server).running_requests == 8)
+    wait_until(lambda: load(server).running_requests == 8)
     first_seen = {}
 
     def follow(name, priority):
@@ -153,7 +154,7 @@ def test_gen_11_the_larger_priority_starts_first(server):
     for name, priority in (("low", -5), ("high", 5)):
         threads.append(threading.Thread(target=follow, args=(name, priority)))
         threads[-1].start()
-        eventually(lambda: load(server).queued_requests == len(threads))
+        wait_until(lambda: load(server).queued_requests == len(threads))
     for call in busy:
         call.cancel()
     for thread in threads:
@@ -164,9 +165,9 @@ def test_gen_11_the_larger_priority_starts_first(server):
 
 def test_gen_14_beyond_the_queue_limit_it_is_resource_exhausted(server):
     calls = [server.stub.Generate(request("s", max_tokens=300)) for _ in range(8)]
-    eventually(lambda: load(server).running_requests == 8)
+    wait_until(lambda: load(server).running_requests == 8)
     calls += [server.stub.Generate(request("s", max_tokens=300)) for _ in range(16)]
-    eventually(lambda: load(server).queued_requests == 16)
+    wait_until(lambda: load(server).queued_requests == 16)
     with pytest.raises(grpc.RpcError) as caught:
         list(server.stub.Generate(request()))
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -174,7 +175,7 @@ def test_gen_14_beyond_the_queue_limit_it_is_resource_exhausted(server):
     assert trailer.retryable and trailer.HasField("retry_after_ms"), "ERR-06, ERR-09"
     for call in calls:
         call.cancel()
-    eventually(lambda: is_idle(server))
+    wait_until(lambda: is_idle(server))
 
 
 @pytest.mark.parametrize("num_read", [0, 2])
@@ -183,9 +184,9 @@ def test_gen_15_r4_a_client_that_cancels_frees_its_request(server, num_read):
     call = server.stub.Generate(message)
     for _ in range(num_read):
         next(call)
-    eventually(lambda: load(server).running_requests == 1)
+    wait_until(lambda: load(server).running_requests == 1)
     call.cancel()
-    eventually(lambda: is_idle(server), timeout=2)
+    wait_until(lambda: is_idle(server), timeout=2)
     assert call.code() is grpc.StatusCode.CANCELLED
     assert load(server).used_kv_blocks == 0
     assert run(server.stub, request(request_id=message.request_id)).text == "defg", "the id may be used again"
@@ -196,7 +197,7 @@ def test_gen_15_a_deadline_ends_the_request(server):
     with pytest.raises(grpc.RpcError):
         list(call)
     assert call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    eventually(lambda: is_idle(server), timeout=2)
+    wait_until(lambda: is_idle(server), timeout=2)
 
 
 def test_gen_16_a_short_request_finishes_while_a_long_one_runs(stub):

@@ -19,7 +19,8 @@ from openengine import Unauthenticated
 from openengine.rpc import Client, openengine_pb2_grpc
 from openengine.rpc import openengine_pb2 as pb
 from openengine.rpc import tokenizer_pb2 as tok
-from tests.rpc.serving import ROOT, eventually, fresh_id, is_idle, load, request, run, running, status
+from tests.rpc.serving import ROOT, fresh_id, is_idle, load, request, run, running, status
+from tests.waiting import wait_until
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 NOT_FOUND = grpc.StatusCode.NOT_FOUND
@@ -64,16 +65,16 @@ def test_abt_04_05_07_08_a_running_request(server):
     assert [f.HasField("usage") for f in finished] == [False, True]
     assert server.stub.Abort(target).status == server.stub.Abort(target).status == pb.ABORT_STATUS_ALREADY_FINISHED
     assert sum(len(r.token.tokens) for r in other) == 60, "ABT-07: the other goes on"
-    eventually(lambda: is_idle(server), timeout=2)
+    wait_until(lambda: is_idle(server), timeout=2)
     assert run(server.stub, request(request_id=message.request_id)).text == "defg"
 
 
 def test_abt_04_a_queued_request(server):
     busy = [server.stub.Generate(request("s", max_tokens=1500)) for _ in range(8)]
-    eventually(lambda: load(server).running_requests == 8)
+    wait_until(lambda: load(server).running_requests == 8)
     message = request("c")
     call = server.stub.Generate(message)
-    eventually(lambda: load(server).queued_requests == 1)
+    wait_until(lambda: load(server).queued_requests == 1)
     assert server.stub.Abort(pb.AbortRequest(request_id=message.request_id)).status == pb.ABORT_STATUS_ABORTED
     (last,) = list(call)
     assert last.finished.reason == pb.FINISH_REASON_CANCELLED and last.usage.completion_tokens == 0
@@ -99,7 +100,7 @@ def states(responses):
 
 
 def test_drn_01_04_05_without_stopping_it_completes_at_the_first_idle_moment(server):
-    eventually(lambda: is_idle(server))
+    wait_until(lambda: is_idle(server))
     responses = list(server.stub.Drain(pb.DrainRequest()))
     assert states(responses) == [STARTED, COMPLETE]
     assert responses[-1].HasField("in_flight_requests") and responses[-1].in_flight_requests == 0, "DRN-09"
@@ -137,7 +138,7 @@ def test_drn_07_at_the_deadline_what_runs_is_aborted_also_when_the_reader_has_le
     last = list(call)[-1].finished
     assert last.reason == pb.FINISH_REASON_CANCELLED
     assert last.message == "the engine drains, and its limit of 300 ms came before the request's end"
-    eventually(lambda: any("limit of 300 ms cancels 1 requests" in line for line in server.errors))
+    wait_until(lambda: any("limit of 300 ms cancels 1 requests" in line for line in server.errors))
 
 
 def test_drn_03_11_hlt_06_stopping_is_final_and_all_else_goes_on(tmp_path):
@@ -205,7 +206,7 @@ sys.stdin.read()
 
 
 def test_sigkill_of_the_client_frees_its_requests(server):
-    eventually(lambda: is_idle(server))
+    wait_until(lambda: is_idle(server))
     client = subprocess.Popen(
         [sys.executable, "-c", _VANISHING, server.target],
         cwd=ROOT,
@@ -217,7 +218,7 @@ def test_sigkill_of_the_client_frees_its_requests(server):
     assert load(server).running_requests == 4
     client.kill()
     client.wait()
-    eventually(lambda: is_idle(server), timeout=2)
+    wait_until(lambda: is_idle(server), timeout=2)
     assert load(server).used_kv_blocks == 0
 
 
@@ -226,7 +227,7 @@ def test_a_client_that_reads_nothing_holds_up_nobody_and_gets_everything_later(s
         request("c", max_tokens=1500, response__output_candidates=pb.CandidateTokenSelection(top_n=32))
     )
     assert run(server.stub, request(max_tokens=50)).text
-    eventually(lambda: is_idle(server))
+    wait_until(lambda: is_idle(server))
     assert sum(len(r.token.tokens) for r in slow) == 1500
 
 
@@ -410,7 +411,7 @@ def test_a_second_signal_exits_at_once(tmp_path_factory, checkpoint, number):
         threads = [threading.Thread(target=keep_busy) for _ in range(32)]
         for thread in threads:
             thread.start()
-        eventually(lambda: load(server).running_requests > 10)
+        wait_until(lambda: load(server).running_requests > 10)
         server.process.send_signal(number)
         os.kill(server.process.pid, 0)
         time.sleep(0.05)

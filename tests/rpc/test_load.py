@@ -17,7 +17,8 @@ import pytest
 
 from openengine.rpc import openengine_pb2 as pb
 from openengine.rpc import openengine_pb2_grpc
-from tests.rpc.serving import eventually, fresh_id, is_idle, load, request, run, running
+from tests.rpc.serving import fresh_id, is_idle, load, request, run, running
+from tests.waiting import wait_until
 
 _LIMITS = ("max_num_seqs=64", "max_num_batched_tokens=256", "max_queued_requests=150", "num_kv_blocks=4096")
 
@@ -28,12 +29,12 @@ def test_200_streams_of_every_kind_of_client_leave_the_server_as_it_was(tmp_path
     seconds, flood = (120, 1000) if pytestconfig.option.markexpr == "soak" else (2, 300)
     with running("-m", "tests.rpc.scripted_server", str(tmp_path), *_LIMITS) as server:
         asyncio.run(_traffic(server, min(seconds, 10) / 2, flood))  # pools and caches have their size
-        eventually(lambda: is_idle(server))
+        wait_until(lambda: is_idle(server))
         before = _resident(server)
         ends = asyncio.run(_traffic(server, seconds, flood))
         assert ends["OK"] and ends["vanished"] and ends["RESOURCE_EXHAUSTED"] and ends["INVALID_ARGUMENT"], ends
         assert set(ends) <= {"OK", "vanished", "RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "garbage"}, ends
-        eventually(lambda: is_idle(server))
+        wait_until(lambda: is_idle(server))
         assert load(server).used_kv_blocks == 0
         assert _resident(server) < before + (160 << 20), "memory stays flat, but for what threads keep of a huge prompt"
         assert run(server.stub, _message("c")).text == "defg", "the ids may be used again"
@@ -70,7 +71,7 @@ def test_mutated_requests_get_a_status_or_one_terminal_event_and_leave_nothing(s
     asyncio.run(main())
     assert {"OK", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED"} <= set(ends), ends
     assert not {"UNKNOWN", "INTERNAL", "UNAVAILABLE"} & set(ends), ends
-    eventually(lambda: is_idle(server))
+    wait_until(lambda: is_idle(server))
     assert load(server).used_kv_blocks == 0 and "".join(server.errors[num_lines:]) == ""
 
 

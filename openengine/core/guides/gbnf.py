@@ -10,9 +10,10 @@ from __future__ import annotations
 import re
 from typing import NoReturn
 
-from openengine.core.guides.context_free import Choice, Loop, Node, Reference, Sequence, add_rules
+from openengine.core.guides.context_free import add_rules
 from openengine.core.guides.grammar import Grammar
 from openengine.core.guides.language import ANY_CHAR, EPSILON, chars, literal, negated_ranges
+from openengine.core.guides.rule_nodes import Choice, Loop, Node, Reference, Sequence
 from openengine.core.guides.work import Work
 from openengine.errors import InvalidArgument
 

@@ -49,6 +49,7 @@ _MAX_WANTED = 3
 _BLOCK = 32
 _MAX_COUNTED = 10_000
 _MAX_NESTED = 200
+_MAX_OPTIONAL = 900  # each is two of the 2000 items that the backend follows at one place of a text
 _MAX_STEP_DIGITS = 9
 _NOTES = ("$comment", "$defs", "$id", "$schema", "default", "definitions", "description", "examples", "title")
 
@@ -128,6 +129,7 @@ class _Productive:
                     if shape.high is None or shape.high > len(shape.prefix):
                         yield shape.items
             elif isinstance(shape, ObjectShape):
+                _check_optional(shape)  # before all those members are worked out
                 yield from (inner for _, inner, _ in shape.declared)
                 yield from (inner for _, inner in shape.others)
 
@@ -413,6 +415,16 @@ class _Writer:
             ]
             after[missing] = self._grammar.rule([f"({rest} {self._comma})* ({' | '.join(options)})"])
         return after[every]
+
+
+def _check_optional(shape: ObjectShape) -> None:
+    """Raises InvalidArgument where the backend could not follow all the members that may come next."""
+    runs = itertools.groupby(is_required for _, _, is_required in shape.declared)
+    longest = max((sum(1 for _ in run) for is_required, run in runs if not is_required), default=0)
+    if longest > _MAX_OPTIONAL and (shape.high is None or shape.high >= len(shape.declared)):
+        raise unsupported(
+            *shape.where, f"{longest} optional members follow one another, the limit is {_MAX_OPTIONAL}; require some"
+        )
 
 
 def _repeated(part: str, low: int, high: int | None) -> str:

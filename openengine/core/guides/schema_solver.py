@@ -202,10 +202,11 @@ class ShapeSolver:
     def _finish_object(self, state: ObjectDraft) -> list[ObjectShape]:
         """Give every member its goal; alternatives where one of several declared members may be the one required."""
         names = self.string_language(state.names) if state.names else ANY_TEXT
+        sources = [(source, dict(source.properties)) for source in state.sources]
         declared: dict[str, Goal] = {}
         for name in (*(name for source in state.sources for name, _ in source.properties), *state.required):
             if name not in declared:
-                goal = self.goal(*(_goal_for(source, name) for source in state.sources))
+                goal = self.goal(*(_goal_for(source, named, name) for source, named in sources))
                 is_out = (
                     name in state.absent
                     or not matches(names, name)
@@ -256,8 +257,8 @@ class ShapeSolver:
         return tuple((union(*languages), goal) for goal, languages in merged.items())
 
 
-def _goal_for(source: MemberRule, name: str) -> Goal:
-    """What one source asks of the member `name`."""
-    found = [goal for known, goal in source.properties if known == name]
+def _goal_for(source: MemberRule, named: dict[str, Goal], name: str) -> Goal:
+    """What one source, whose properties are `named`, asks of the member `name`."""
+    found = [named[name]] if name in named else []
     found += [goal for language, goal in source.patterns if matches(language, name)]
     return tuple(part for goal in found for part in goal) if found else source.additional

@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from openengine.core.guides.context_free import Choice, Loop, Node, Ready, Reference, Sequence, add_rules
+from openengine.core.guides.context_free import add_rules
 from openengine.core.guides.gbnf import parse_gbnf
 from openengine.core.guides.grammar import Grammar
 from openengine.core.guides.language import (
@@ -32,6 +32,7 @@ from openengine.core.guides.language import (
     union,
 )
 from openengine.core.guides.regex import full_match
+from openengine.core.guides.rule_nodes import Choice, Loop, Node, Ready, Reference, Sequence
 from openengine.core.guides.schema_grammar import add_schema
 from openengine.core.guides.schema_source import parse_json
 from openengine.core.guides.work import Work

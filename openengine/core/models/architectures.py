@@ -14,7 +14,7 @@ from typing import Any, Literal
 from openengine.core.models.fields import Fields
 from openengine.errors import InvalidArgument, UnsupportedFeature
 
-__all__ = ["ARCHITECTURES", "Architecture", "HeadKind", "num_labels"]
+__all__ = ["ARCHITECTURES", "Architecture", "HeadKind"]
 
 # What hidden states go into: logits over the vocabulary for the next token, nothing, logits of labels for a text or
 # for each token, logits over the vocabulary at each token's own place.
@@ -87,6 +87,20 @@ class Architecture:
                 return _checked(ARCHITECTURES[name], nested.get("model_type") or hf_config.get("model_type"))
         raise UnsupportedFeature(f"architecture {', '.join(names)} is not supported; {_supported()}")
 
+    def num_labels(self, hf_config: Mapping[str, Any]) -> int:
+        """How many labels a classifier's config has, 0 for other heads.
+
+        Two where it says nothing, which transformers leaves out on save. Raises InvalidArgument for a malformed field.
+        """
+        if not self.head_kind.endswith("classification"):
+            return 0
+        labels = hf_config.get("id2label")
+        if labels is None:
+            return Fields(hf_config).integer_or_none("num_labels") or 2
+        if not isinstance(labels, Mapping) or not labels:
+            raise InvalidArgument(f"config: 'id2label' is {labels!r:.80}, expected an object of label names by id")
+        return len(labels)
+
 
 def _checked(architecture: Architecture, model_type: object) -> Architecture:
     # Libraries go by either of the two, so that where they differ nobody knows which model it is.
@@ -95,16 +109,6 @@ def _checked(architecture: Architecture, model_type: object) -> Architecture:
             f"config: 'model_type' is {model_type!r:.80}, and {architecture.name} is a {architecture.model_type}; correct one"
         )
     return architecture
-
-
-def num_labels(hf_config: Mapping[str, Any]) -> int:
-    """How many labels a classifier's config has: two where it says nothing, which transformers leaves out on save."""
-    labels = hf_config.get("id2label")
-    if labels is None:
-        return Fields(hf_config).integer_or_none("num_labels") or 2
-    if not isinstance(labels, Mapping) or not labels:
-        raise InvalidArgument(f"config: 'id2label' is {labels!r:.80}, expected an object of label names by id")
-    return len(labels)
 
 
 def _name(family: str, head: str) -> str:

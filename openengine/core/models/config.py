@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from openengine.core.models.architectures import Architecture, HeadKind, num_labels
+from openengine.core.models.architectures import Architecture, HeadKind
 from openengine.core.models.fields import Fields
 from openengine.core.models.settings import (
     read_activation,
@@ -97,7 +97,7 @@ class ModelConfig:
             architecture=architecture.name,
             model_type=architecture.model_type,
             head_kind=architecture.head_kind,
-            num_labels=num_labels(values) if architecture.head_kind.endswith("classification") else 0,
+            num_labels=architecture.num_labels(values),
             vocab_size=fields.integer("vocab_size"),
             hidden_size=hidden_size,
             intermediate_size=fields.integer_or_none("intermediate_size") or _default_width(fields, family),
@@ -216,10 +216,8 @@ _FAMILIES: dict[str, _Family] = {
     ),
 }
 
-# Settings of other models, or of rarely used variants, with the values that leave the computation as it is here.
+# Beside those that are refused of every kind of model (settings.py).
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "add_cross_attention": (False,),
-    "alibi": (False,),
     "attention_chunk_size": (),
     "attention_multiplier": (),
     "attention_sinks": (False,),
@@ -228,20 +226,16 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "compression_config": (),
     "embedding_multiplier": (1,),
     "is_causal": (True,),
-    "is_encoder_decoder": (False,),
     "kv_lora_rank": (),
     "logit_scale": (1,),
     "logits_scaling": (1,),
     "no_rope_layers": ([],),
-    "num_experts": (0, 1),
     "num_local_experts": (0, 1),
     "parallel_attn": (False,),
     "per_layer_config": ({},),
     "position_embedding_type": ("absolute", "rope"),
-    "pruned_heads": ({},),
     "q_lora_rank": (),
     "qk_layernorm": (False,),
-    "quantization_config": ({},),
     "residual_multiplier": (1,),
     "rope_interleave": (False,),
     "rope_interleaved": (False,),

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from openengine.core.models.architectures import Architecture, HeadKind, num_labels
+from openengine.core.models.architectures import Architecture, HeadKind
 from openengine.core.models.fields import Fields
 from openengine.core.models.settings import (
     read_activation,
@@ -93,7 +93,7 @@ class EncoderConfig:
             architecture=architecture.name,
             model_type=architecture.model_type,
             head_kind=architecture.head_kind,
-            num_labels=num_labels(hf_config) if architecture.head_kind.endswith("classification") else 0,
+            num_labels=architecture.num_labels(hf_config),
             vocab_size=fields.integer("vocab_size"),
             hidden_size=fields.integer("hidden_size"),
             intermediate_size=fields.integer("intermediate_size"),
@@ -225,24 +225,18 @@ _FAMILIES: dict[str, _Family] = {
     ),
 }
 
-# Settings of other models, or of rarely used variants, with the values that leave the computation as it is here.
+# Beside those that are refused of every kind of model (settings.py).
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "add_cross_attention": (False,),
-    "alibi": (False,),
     "attention_window": (),
     "emb_pooler": (),
     "embedding_size": (),
     "feed_forward_type": ("original",),
     "is_causal": (False,),
     "is_decoder": (False,),
-    "is_encoder_decoder": (False,),
     "layer_norm_type": ("layer_norm",),
     "lora_adaptations": ([],),
-    "num_experts": (0, 1),
     "num_key_value_heads": (),
     "position_embedding_type": ("absolute",),
-    "pruned_heads": ({},),
-    "quantization_config": ({},),
     "relative_attention": (False,),
     "use_rms_norm": (False,),
 }

@@ -37,9 +37,20 @@ _ROPE_KEYS = {
 _ROPE_ALIASES = {"su": "longrope"}  # the first Phi-3 configs' name
 
 
+# Settings of other models, or of rarely used variants, with the values that leave the computation as it is here.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_cross_attention": (False,),
+    "alibi": (False,),
+    "is_encoder_decoder": (False,),
+    "num_experts": (0, 1),
+    "pruned_heads": ({},),
+    "quantization_config": ({},),
+}
+
+
 def refuse_settings(fields: Fields, neutral: Mapping[str, tuple[Any, ...]], model_type: str) -> None:
-    """Refuse settings that have another value than those which change nothing here."""
-    for name, values in neutral.items():
+    """Refuse settings with a value beside those that change nothing here: `neutral`, and what goes for every kind of model."""
+    for name, values in {**_NEUTRAL, **neutral}.items():
         value = fields.values.get(name)
         if value is not None and value not in values:
             what = f"{value.get('quant_method', value)!r}" if isinstance(value, Mapping) else repr(value)

@@ -1,0 +1,104 @@
+"""Ctrl-C ends the call it meets and the requests of that call, and nobody else's."""
+
+from __future__ import annotations
+
+import _thread
+import asyncio
+import gc
+import threading
+import time
+
+import pytest
+
+from tests.scripted import ABC, ENDLESS, scripted_engine, slow
+from tests.waiting import load, wait_until
+
+
+def by_generate(engine):
+    engine.generate("abc", **ENDLESS)
+
+
+def by_generate_batch(engine):
+    engine.generate(["abc"] * 200, **ENDLESS)
+
+
+def by_stream(engine):
+    for _event in engine.stream("abc", **ENDLESS):
+        pass
+
+
+def by_as_completed(engine):
+    for _item in engine.as_completed(["abc"] * 200, **ENDLESS):
+        pass
+
+
+def by_agenerate(engine):
+    asyncio.run(engine.agenerate(["abc"] * 200, **ENDLESS))
+
+
+def by_astream(engine):
+    async def main():
+        async for _event in engine.astream("abc", **ENDLESS):
+            pass
+
+    asyncio.run(main())
+
+
+def by_waiting_for_room(engine):
+    engine.submit("abc", **ENDLESS)
+    wait_until(lambda: engine.load_info().running_requests)
+    engine.submit("abc", **ENDLESS)
+    try:
+        engine.generate("abc", **ENDLESS)
+    finally:
+        engine.abort(all_requests=True)
+
+
+def by_drain(engine):
+    engine.submit("abc", **ENDLESS)
+    try:
+        engine.drain(stop_accepting_new_requests=False)
+    finally:
+        engine.abort(all_requests=True)
+
+
+CALLS = [
+    by_generate,
+    by_generate_batch,
+    by_stream,
+    by_as_completed,
+    by_agenerate,
+    by_astream,
+    by_waiting_for_room,
+    by_drain,
+]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+def test_p11_ctrl_c_ends_the_call_and_its_requests_and_nobody_elses(tmp_path, call):
+    options = {"max_num_seqs": 1, "max_queued_requests": 1} if call is by_waiting_for_room else {"max_num_seqs": 8}
+    with scripted_engine(tmp_path, slow, ABC, **options) as engine:
+        other = (
+            None
+            if call in (by_waiting_for_room, by_drain)
+            else engine.submit("xyz", temperature=0, ignore_eos=True, max_tokens=30)
+        )
+        threading.Timer(0.1, _thread.interrupt_main).start()
+        started = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            call(engine)
+        assert time.monotonic() - started < 5
+        gc.collect()
+        if other is not None:
+            assert len(other.result(20).token_ids) == 30
+        wait_until(lambda: load(engine) == (0, 0, 0), 5)
+        assert len(engine.generate("abc", temperature=0, max_tokens=3, ignore_eos=True).token_ids) == 3
+
+
+def test_p11_ctrl_c_while_waiting_for_a_handle_leaves_its_request_running(tmp_path):
+    with scripted_engine(tmp_path, slow, ABC) as engine:
+        handle = engine.submit("abc", temperature=0, **ENDLESS)
+        threading.Timer(0.05, _thread.interrupt_main).start()
+        with pytest.raises(KeyboardInterrupt):
+            handle.result()
+        assert len(handle.result(20).token_ids) == 120
