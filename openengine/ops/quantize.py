@@ -1,6 +1,6 @@
 """Int8 arithmetic: how weights and activations are quantized, and the product in plain PyTorch.
 
-Weights are symmetric per output, `w = q * scale` with q in [-127, 127]. Activations are asymmetric: every run of 128
+Weights are symmetric per output, `w = q * scale` with q in [-127, 127]. Activations are asymmetric: every run of 192
 inputs of a row has a range of its own, found anew each time and stretched to include 0, and `x = (q - zero) * scale`
 with q in [0, 255]. (One range for a whole row loses two to three times as much, as a few inputs are far greater than
 the rest.) With integer sums over each run,
@@ -19,7 +19,7 @@ from openengine.ops.activation import ACTIVATIONS
 
 __all__ = ["INT8_RUN", "Int8Weights", "quantize_run", "quantize_weight"]
 
-INT8_RUN = 128  # inputs, as csrc/linear.h has it
+INT8_RUN = 192  # inputs, as csrc/linear.h has it
 _LEAST_RANGE = 1e-30
 
 

@@ -249,10 +249,10 @@ OE_INLINE void quantize(const T* x, int64_t n, uint8_t* q, float* scale, float* 
         high[i] = most(v[2 * i], v[2 * i + 1]);
         NanCheck::add(check, v[2 * i], v[2 * i + 1]);
     }
-    for (int half = VECTORS / 4; half > 0; half /= 2)
-        for (int i = 0; i < half; i++) {
-            low[i] = least(low[i], low[i + half]);
-            high[i] = most(high[i], high[i + half]);
+    for (int count = VECTORS / 2; count > 1; count -= count / 2)
+        for (int i = 0; i < count / 2; i++) {
+            low[i] = least(low[i], low[count - 1 - i]);
+            high[i] = most(high[i], high[count - 1 - i]);
         }
     const float depth = max_of(most(-low[0], vf{})), range = max_of(most(high[0], vf{})) + depth;
     const float inverse = range > 1e-30f ? 255.0f / range : 0.0f;

@@ -6,7 +6,7 @@
 // number of rows and every level.
 //
 // Int8 weights are symmetric, with a scale per output; activations are asymmetric, with a scale and a zero for every
-// run of 128 inputs of a row, for which the sum of the run's quantized weights is kept per output.
+// run of 192 inputs of a row, for which the sum of the run's quantized weights is kept per output.
 
 #ifndef OE_LINEAR_H
 #define OE_LINEAR_H
@@ -31,7 +31,7 @@ struct Layer {
 };
 
 constexpr int64_t PANEL = 32, GROUP = 4, ROW = PANEL * GROUP;  // a row is one group of inputs for a panel's outputs
-constexpr int64_t INT8_RUN = 128;                              // inputs
+constexpr int64_t INT8_RUN = 192;                              // inputs
 
 typedef uint8_t vb __attribute__((vector_size(OE_LANES)));
 
