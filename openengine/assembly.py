@@ -31,6 +31,7 @@ from openengine.core.task_kinds import TaskKind
 from openengine.core.task_output import ScoreHead
 from openengine.core.task_tokens import TaskTokenizer
 from openengine.core.tokenizer_service import TokenizerService
+from openengine.errors import InvalidArgument
 from openengine.loading import LoadedModel
 
 __all__ = [
@@ -106,13 +107,20 @@ def engine_loop(config: EngineConfig, loaded: LoadedModel, machinery: Machinery,
 def limits_of(config: EngineConfig, loaded: LoadedModel) -> Limits:
     """What requests may ask for; without a KV pool there are no blocks.
 
-    A model that generates takes what the pool holds, another one what an item of its tasks may have.
+    A model that generates takes what the pool holds, another one what an item of its tasks may have. Raises InvalidArgument
+    where that is too little for any request.
     """
     pool = loaded.pool
+    max_model_len = pool.max_model_len if loaded.profile.generates else loaded.max_len
+    if loaded.profile.generates and max_model_len < 2:
+        raise InvalidArgument(
+            f"max_model_len {max_model_len} has no room for a token of the prompt and one of the output; make it 2 at least, "
+            "and the KV pool as large"
+        )
     return Limits(
         model_names=loaded.names,
         vocab_size=loaded.model.config.vocab_size,
-        max_model_len=pool.max_model_len if loaded.profile.generates else loaded.max_len,
+        max_model_len=max_model_len,
         block_size=0 if pool is None else pool.block_size,
         num_kv_blocks=0 if pool is None else pool.num_blocks,
         max_num_sequences=config.max_num_seqs,
@@ -127,11 +135,9 @@ def generation_parts(
 
     Raises InvalidArgument for defaults of sampling that no request may have.
     """
-    defaults, default_max_tokens = sampling_defaults(
-        config.default_sampling, loaded.generation_config if config.generation_config else {}
-    )
+    defaults = sampling_defaults(config.default_sampling, loaded.generation_config if config.generation_config else {})
     if not loaded.profile.generates:
-        return NoGeneration(abilities), NoGuides("the model does not generate text")
+        return NoGeneration(abilities, limits.model_names), NoGuides("the model does not generate text")
     guides = guide_compiler(
         loaded.tokenizer,
         limits.vocab_size,
@@ -143,7 +149,6 @@ def generation_parts(
         loaded.tokenizer,
         limits,
         defaults=defaults,
-        default_max_tokens=default_max_tokens,
         seed=config.seed,
         guides=guides,
         jump_ahead=config.guide_jump_ahead,
@@ -151,7 +156,7 @@ def generation_parts(
     return preparer, guides
 
 
-def tokenizer_service(loaded: LoadedModel, machinery: Machinery) -> TokenizerService:
+def tokenizer_service(loaded: LoadedModel, machinery: Machinery, limits: Limits) -> TokenizerService:
     """The tokenizer, and the keys of the prefix cache where there is one."""
     vocab_size = loaded.model.config.vocab_size
     cache_keys = None
@@ -171,6 +176,7 @@ def tokenizer_service(loaded: LoadedModel, machinery: Machinery) -> TokenizerSer
         eos_token_ids=loaded.eos_token_ids,
         cache_keys=cache_keys,
         revision=loaded.revision,
+        max_model_len=limits.max_model_len,
     )
 
 

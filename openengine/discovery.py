@@ -18,6 +18,7 @@ from openengine.core.task_capabilities import NoGeneration
 from openengine.core.tokenizer_service import TokenizerService
 from openengine.errors import InvalidArgument
 from openengine.event_types import GetKvEventSourcesResponse, KvEventSource
+from openengine.hosts import bare_host, check_reachable
 from openengine.loading import LoadedModel, attributes
 from openengine.names import check_served
 from openengine.service_types import (
@@ -37,7 +38,6 @@ __all__ = ["RANK", "Discovery", "generation_capabilities"]
 
 RANK = 0  # the only data-parallel rank
 _SCHEMA_RELEASE = "d0f29fec31f31db5cfd49cf3e0f67da84d10c709"  # source commit of the contract's revision 1
-_WILDCARDS = ("", "*", "0.0.0.0", "::", "[::]")
 
 
 class Discovery:
@@ -70,14 +70,11 @@ class Discovery:
         return replace(self._model_info, tokenizer=tokenizer.capabilities())
 
     def advertise(self, host: str, port: int) -> None:
-        """Raises InvalidArgument for a wildcard or a port that nobody can connect to."""
-        if not isinstance(host, str) or host in _WILDCARDS:
-            raise InvalidArgument(
-                f"host {host!r:.80} is a wildcard or empty; give a name or address that others can reach"
-            )
+        """Raises InvalidArgument for what is no host, a wildcard, or a port that nobody can connect to."""
+        check_reachable("host", host)
         if isinstance(port, bool) or not isinstance(port, int) or not 1 <= port <= 65535:
             raise InvalidArgument(f"port must be between 1 and 65535, not {port!r:.80}")
-        self._endpoint = KvEndpoint(host=host, port=port, protocol="grpc")
+        self._endpoint = KvEndpoint(host=bare_host(host), port=port, protocol="grpc")
 
     def kv_event_sources(self, data_parallel_ranks: Sequence[int]) -> GetKvEventSourcesResponse:
         """Raises InvalidArgument for a rank that does not exist."""
@@ -153,7 +150,7 @@ def _model_info(
     generation: GenerationCapabilities | None,
     tasks: TaskCapabilities | None,
 ) -> ModelInfo:
-    is_encoder = loaded.profile.is_encoder
+    is_encoder, generates = loaded.profile.is_encoder, loaded.profile.generates
     return ModelInfo(
         model_id=loaded.names[0],
         served_model_name=config.served_model_name or loaded.names[0],
@@ -163,8 +160,8 @@ def _model_info(
         total_kv_blocks=limits.num_kv_blocks or None,
         max_running_requests=None if is_encoder else config.max_num_seqs,
         max_batched_tokens=config.tokens_per_step(is_encoder=is_encoder),
-        supports_text_input=True,
-        supports_token_ids_input=True,
+        supports_text_input=generates,  # of generations; each task names its own kinds of input
+        supports_token_ids_input=generates,
         generation=generation,
         supports_lora=False,
         supports_multimodal=False,

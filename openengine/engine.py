@@ -38,7 +38,7 @@ from openengine.discovery import Discovery, generation_capabilities
 from openengine.errors import InvalidArgument, PreconditionFailed
 from openengine.event_types import GetKvEventSourcesResponse, KvEventBatch, RuntimeEvent, RuntimeEventType
 from openengine.handle import EventStream, Handle, LateStream
-from openengine.health import as_probe, overall, probe, probe_request, readiness
+from openengine.health import aprobe, as_probe, overall, probe, probe_request, readiness
 from openengine.loading import LoadedModel, load, start_line
 from openengine.options import (
     Prompt,
@@ -57,6 +57,7 @@ from openengine.service_types import (
     DrainResponse,
     EngineInfo,
     EngineRole,
+    HealthCheck,
     HealthResponse,
     KvConnectorInfo,
     ListLorasResponse,
@@ -108,7 +109,7 @@ class Engine:
         self._loop = engine_loop(config, loaded, machinery, instance_id)
         self._limits, self._preparer, self._guides = limits, preparer, guides
         self._tokenizer = loaded.tokenizer
-        self._tokenizer_service = tokenizer_service(loaded, machinery)
+        self._tokenizer_service = tokenizer_service(loaded, machinery, limits)
         self._requests = Requests(preparer, guides, self._loop)
         self._tasks = Tasks(
             tasks,
@@ -381,10 +382,18 @@ class Engine:
         self, *, include_inference_probe: bool = False, model: str | None = None, role: EngineRole | None = None
     ) -> HealthResponse:
         """Readiness; with `include_inference_probe` one token is computed, leaving nothing cached."""
-        checks = readiness(self._loop, role)
-        self._discovery.check_model(model)
+        checks = self._readiness(model, role)
         if include_inference_probe:
             checks.append(probe(self._loop, self._start_probe))
+        return HealthResponse(overall(checks), tuple(checks))
+
+    async def ahealth(
+        self, *, include_inference_probe: bool = False, model: str | None = None, role: EngineRole | None = None
+    ) -> HealthResponse:
+        """`health` for an event loop. Cancelling the task ends the probe."""
+        checks = self._readiness(model, role)
+        if include_inference_probe:
+            checks.append(await aprobe(self._loop, self._start_probe))
         return HealthResponse(overall(checks), tuple(checks))
 
     # ---- KV cache, events, tokenizer service -----------------------------------------------------
@@ -532,7 +541,9 @@ class Engine:
         if messages is None:
             return prompt, options
         if isinstance(self._preparer, NoGeneration):
-            self._preparer.refuse()  # before its tokenizer is blamed for having no template
+            self._loop.check_accepting()
+            # Before its tokenizer is blamed for having no template.
+            self._preparer.refuse(options.get("request_id"), options.get("model"))
         return self.apply_chat_template(messages, tools, **template_kwargs), options
 
     def _admit(self, group: SequenceGroup, *, keep_events: bool = False, wait: bool = False) -> Handle[Any]:
@@ -547,6 +558,11 @@ class Engine:
 
     def _cancel(self, group: SequenceGroup) -> None:
         self._loop.abort_group(group)
+
+    def _readiness(self, model: str | None, role: EngineRole | None) -> list[HealthCheck]:
+        checks = readiness(self._loop, role)
+        self._discovery.check_model(model)
+        return checks
 
     def _start_probe(self) -> Handle[Any]:
         generates = not isinstance(self._preparer, NoGeneration)

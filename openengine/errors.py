@@ -153,7 +153,8 @@ class Overloaded(OpenEngineError):
 
 
 class RequestTooLarge(Overloaded):
-    """The request needs more KV memory than the whole pool holds; waiting does not help."""
+    """The request needs more KV memory than the whole pool holds, or its answer a larger message than the server sends;
+    waiting does not help."""
 
     retryable = False
 

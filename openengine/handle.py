@@ -35,8 +35,8 @@ class Handle(Generic[_Result]):
     """A running request. Iterate it (`for` or `async for`) for its events, or ask for `result()`; both work, in any order.
 
     Each event is delivered once, to whoever reads it first. An error of the engine is raised by both.
-    `cancel()` ends the request; its result then has `finish_reason="cancelled"`. `usage` is what a request used that
-    ended with an error; else the last event has it.
+    `cancel()` ends the request; its result then has `finish_reason="cancelled"`. `usage` is what the request has used, once it
+    has ended in whatever way; its last event has the same, unless that is an error.
 
     Of a task the result is `ItemResults`, and a cancelled one raises Cancelled.
     """
@@ -172,7 +172,7 @@ class Handle(Generic[_Result]):
         for event in events:
             self._collector.add(event)
         result = self._collector.result(timing=_timing(self._group)) if is_last and error is None else None
-        if error is not None:
+        if is_last:
             self.usage = self._group.usage
         with self._lock:
             if self._events is not None:

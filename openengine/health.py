@@ -5,6 +5,7 @@ readiness ──▶ checks ◀── probe: begin one small request, wait for it
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from openengine.handle import Handle
 from openengine.service_types import EngineRole, HealthCheck, HealthState
 from openengine.types import GenerateRequest, SamplingParams, StoppingOptions
 
-__all__ = ["as_probe", "overall", "probe", "probe_request", "readiness"]
+__all__ = ["aprobe", "as_probe", "overall", "probe", "probe_request", "readiness"]
 
 _PROBE_TIMEOUT_S = 60.0
 _PROBE_PRIORITY = 2**31 - 1
@@ -70,9 +71,30 @@ def probe(loop: EngineLoop, start: Callable[[], Handle[Any]]) -> HealthCheck:
         handle = start()
         handle.result(timeout=_PROBE_TIMEOUT_S)
     except (OpenEngineError, TimeoutError) as exc:
+        return _failed(exc, has_moved=loop.num_steps > num_steps)
+    finally:
         if handle is not None:
             handle.cancel()
-        if isinstance(exc, TimeoutError) and loop.num_steps > num_steps:
-            return HealthCheck("inference_probe", HealthState.READY, "busy: other requests hold every slot and run")
-        return HealthCheck("inference_probe", HealthState.NOT_READY, str(exc))
     return HealthCheck("inference_probe", HealthState.READY)
+
+
+async def aprobe(loop: EngineLoop, start: Callable[[], Handle[Any]]) -> HealthCheck:
+    """`probe` for an event loop: nobody's thread waits, and the probe ends with the task that wanted it."""
+    handle, num_steps = None, loop.num_steps
+    try:
+        handle = start()
+        await asyncio.wait_for(handle.aresult(), _PROBE_TIMEOUT_S)
+    except (OpenEngineError, TimeoutError, asyncio.TimeoutError) as exc:
+        return _failed(exc, has_moved=loop.num_steps > num_steps)
+    finally:
+        if handle is not None:
+            handle.cancel()
+    return HealthCheck("inference_probe", HealthState.READY)
+
+
+def _failed(exc: Exception, *, has_moved: bool) -> HealthCheck:
+    if isinstance(exc, OpenEngineError):
+        return HealthCheck("inference_probe", HealthState.NOT_READY, str(exc))
+    if has_moved:
+        return HealthCheck("inference_probe", HealthState.READY, "busy: other requests hold every slot and run")
+    return HealthCheck("inference_probe", HealthState.NOT_READY, f"the engine made no step in {_PROBE_TIMEOUT_S:g} s")

@@ -132,7 +132,10 @@ class GenerationCapabilities:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """What is served and what it can do. Sizes in tokens and blocks."""
+    """What is served and what it can do. Sizes in tokens and blocks; of a KV cache None where the model has none.
+
+    `supports_text_input` and `supports_token_ids_input` are of generations; each of the `tasks` names its own kinds of input.
+    """
 
     model_id: str
     served_model_name: str
@@ -176,7 +179,7 @@ class RankLoadInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadInfo:
-    """A point-in-time snapshot of the scheduler."""
+    """The scheduler's load at `timestamp_unix_nanos`. What a model without a KV cache has no figure of is None."""
 
     instance_id: str = ""
     timestamp_unix_nanos: int | None = None

@@ -205,9 +205,21 @@ class TaskHandle:
         """Whether the request has ended."""
         return self._handle.done
 
+    @property
+    def usage(self) -> TaskUsage | None:
+        """What the request has used, once it has ended in whatever way: of a cancelled one all that it brought."""
+        usage = self._handle.usage
+        if usage is None:
+            return None
+        return TaskUsage(input_tokens=usage.prompt_tokens, cached_input_tokens=usage.cached_prompt_tokens)
+
     def cancel(self) -> None:
         """End the request before the next step; does nothing when it has ended."""
         self._handle.cancel()
+
+    def on_done(self, callback: Callable[[], None]) -> None:
+        """As `Handle.on_done`."""
+        self._handle.on_done(callback)
 
     def result(self, timeout: float | None = None) -> TaskResponse:
         """Wait for the response. Raises TimeoutError after `timeout` seconds, or the error that ended the request."""

@@ -6,7 +6,6 @@ A scripted model makes every expected value exact.
 from __future__ import annotations
 
 import random
-import threading
 import time
 
 import numpy as np
@@ -14,6 +13,7 @@ import pytest
 import torch
 
 from openengine import InvalidArgument, RequestTooLarge, SamplingParams
+from tests.interrupting import interrupted
 from tests.scripted import ABC, follow, hashed, letters, scripted_engine, slow
 
 # ---- sampling ------------------------------------------------------------------------------------
@@ -238,15 +238,11 @@ def test_p4_p5_preempted_requests_give_the_same_tokens_logprobs_and_stops(tmp_pa
 
 
 def test_p11_an_interrupted_batch_leaves_every_block_free(tmp_path):
-    import _thread
-
     with scripted_engine(tmp_path, slow, ABC) as engine:
-        timer = threading.Timer(0.3, _thread.interrupt_main)
-        timer.start()
-        started = time.monotonic()
-        with pytest.raises(KeyboardInterrupt):
-            engine.generate([letters("abc")] * 100, max_tokens=100, temperature=0, progress=False)
-        assert time.monotonic() - started < 5
+        with interrupted(when=lambda: engine._loop.num_steps > 2) as times:
+            while True:
+                engine.generate([letters("abc")] * 100, max_tokens=100, temperature=0, progress=False)
+        assert time.monotonic() - times[-1] < 5
         load = engine.load_info()
         assert (load.running_requests, load.queued_requests, load.used_kv_blocks) == (0, 0, 0)
         assert len(engine.generate([1], max_tokens=3).token_ids) == 3

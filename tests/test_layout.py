@@ -20,6 +20,7 @@ RANKS = {
     "openengine.types": 0,
     "openengine.results": 0,
     "openengine.validation": 0,
+    "openengine.hosts": 0,
     "openengine.names": 0,
     "openengine.service_types": 0,
     "openengine.event_types": 0,
@@ -132,6 +133,7 @@ def test_a_module_imports_its_own_rank_or_lower(module):
 PUBLIC = {
     "openengine",
     "openengine.batches",
+    "openengine.hosts",
     "openengine.names",
     "openengine.options",
     "openengine.progress",

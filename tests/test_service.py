@@ -133,7 +133,7 @@ def test_kv_discovery_names_the_advertised_address_only(engine):
     engine.advertise("worker-1", 50051)
     (source,) = engine.kv_event_sources(data_parallel_ranks=[0]).sources
     assert (source.endpoint_addr.host, source.endpoint_addr.port) == ("worker-1", 50051)
-    for host, port in (("0.0.0.0", 1), ("", 1), ("a", 0), ("a", 65536)):
+    for host, port in (("0.0.0.0", 1), ("::0", 1), ("0", 1), ("http://x", 1), ("", 1), ("a", 0), ("a", 65536)):
         with pytest.raises(InvalidArgument):
             engine.advertise(host, port)
     with pytest.raises(InvalidArgument):

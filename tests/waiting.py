@@ -27,10 +27,10 @@ def in_threads(*functions: Callable[[], Any], timeout: float = 60.0) -> list[Any
 
 
 def load(engine: Engine) -> tuple[int, int, int]:
-    """Running requests, queued ones, used blocks; the books of the scheduler are checked on the way."""
+    """Running requests, queued ones, used blocks (none without a KV cache); the scheduler's books are checked on the way."""
     engine._loop.call(lambda scheduler: scheduler.check())
     info = engine.load_info()
-    return info.running_requests, info.queued_requests, info.used_kv_blocks
+    return info.running_requests, info.queued_requests, info.used_kv_blocks or 0
 
 
 def is_idle(engine: Engine) -> bool:

@@ -77,17 +77,24 @@ class Limits:
         return self.block_size * self.num_kv_blocks
 
 
-def sampling_defaults(
-    default_sampling: SamplingParams, generation_config: Mapping[str, Any]
-) -> tuple[SamplingParams, int | None]:
-    """Effective defaults, and `max_new_tokens` where the checkpoint names one.
+def sampling_defaults(default_sampling: SamplingParams, generation_config: Mapping[str, Any]) -> SamplingParams:
+    """Effective values of what a request leaves open.
 
     The engine's `default_sampling` comes first, then the checkpoint's generation_config.json, then neutral
     values (temperature 1, nothing cut). Of generation_config, sampling values count where `do_sample` is
-    true; `do_sample: false` means greedy. Raises InvalidArgument for a value that no request may have.
+    true; `do_sample: false` means greedy. Its `max_new_tokens` does not count: that is where one library stops
+    by default, no limit of the model, and an output without `max_tokens` goes on until the model or the context ends it.
+
+    A request has one output unless it says otherwise. Raises InvalidArgument for another number of them in
+    `default_sampling`, and for a value that no request may have.
     """
     if not isinstance(default_sampling, SamplingParams):
         raise InvalidArgument(f"default_sampling must be a SamplingParams, not {default_sampling!r:.80}")
+    if default_sampling.num_sequences not in (None, 1):
+        raise InvalidArgument(
+            f"default_sampling has num_sequences {default_sampling.num_sequences!r:.80}; a request that names none has one "
+            "output: leave it out, and give num_sequences to the requests that want several"
+        )
     values = {name: getattr(_NEUTRAL, name) for name in SamplingParams.__dataclass_fields__}
     if generation_config.get("do_sample") is False:
         values["temperature"] = 0.0
@@ -98,15 +105,15 @@ def sampling_defaults(
     for name in values:
         if getattr(default_sampling, name) is not None:
             values[name] = getattr(default_sampling, name)
-    defaults, max_tokens = SamplingParams(**values), generation_config.get("max_new_tokens")
+    defaults = SamplingParams(**values)
     try:
-        validate_request(GenerateRequest(prompt="", sampling=defaults, stopping=StoppingOptions(max_tokens=max_tokens)))
+        validate_request(GenerateRequest(prompt="", sampling=defaults))
     except InvalidArgument as exc:
         raise InvalidArgument(
             f"default_sampling or the model's generation_config.json: {exc.message}; "
             "correct it, or pass generation_config=False to leave the file out"
         ) from exc
-    return _plain(defaults), max_tokens
+    return _plain(defaults)
 
 
 class RequestPreparer:
@@ -118,7 +125,6 @@ class RequestPreparer:
         limits: Limits,
         *,
         defaults: SamplingParams,
-        default_max_tokens: int | None,
         seed: int | None,
         guides: GuideCompiler | NoGuides,
         jump_ahead: bool,
@@ -128,7 +134,6 @@ class RequestPreparer:
         self._guides = guides
         self._jump_ahead = jump_ahead
         self._defaults = defaults
-        self._default_max_tokens = default_max_tokens
         self._seed = seed
         self._counter = itertools.count()
 
@@ -242,10 +247,7 @@ class RequestPreparer:
             )
 
     def _max_len(self, num_prompt: int, stopping: StoppingOptions) -> tuple[int, str]:
-        limits = self._limits
-        max_tokens = stopping.max_tokens
-        if max_tokens is None:
-            max_tokens = self._default_max_tokens
+        limits, max_tokens = self._limits, stopping.max_tokens
         bounds = [
             (limits.max_model_len, f"the context of {limits.max_model_len} tokens is full"),
             (limits.num_kv_tokens, f"the KV pool of {limits.num_kv_tokens} tokens is full"),

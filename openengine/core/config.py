@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 
 from openengine.errors import InvalidArgument, UnsupportedFeature
@@ -13,15 +14,18 @@ from openengine.validation import checked_type
 __all__ = ["EngineConfig"]
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
+_DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,4})?")
 _KERNELS = ("auto", "native", "torch", "flash")
 
-_REQUIRED = ("max_num_seqs", "max_queued_requests", "tensor_parallel_size", "guide_max_bytes")
+_LEAST = {"event_buffer_size": 0, "max_model_len": 2}  # a prompt and its output; all others from 1 on
+_REQUIRED = ("event_buffer_size", "max_num_seqs", "max_queued_requests", "tensor_parallel_size", "guide_max_bytes")
 _MAX_GUIDE_TIMEOUT_S = 3600
 # Far above any use, and low enough that no table or thread pool of that size brings the process down.
 _LIMITS = {
     "max_num_seqs": 1 << 16,
     "max_num_batched_tokens": 1 << 24,
     "max_queued_requests": 1 << 31,
+    "event_buffer_size": 1 << 31,
     "tensor_parallel_size": 1 << 10,
     "num_threads": 1 << 12,
     "max_model_len": 1 << 31,
@@ -98,6 +102,12 @@ class EngineConfig:
         checked_type("default_sampling", self.default_sampling, SamplingParams)
         if not isinstance(self.aliases, (tuple, list)) or not all(isinstance(alias, str) for alias in self.aliases):
             raise InvalidArgument(f"aliases must be a sequence of str, not {self.aliases!r:.80}")
+        if self.served_model_name is not None:
+            _check_name("served_model_name", self.served_model_name)
+        for alias in self.aliases:
+            _check_name("aliases", alias)
+        if not _DEVICE.fullmatch(self.device):
+            raise InvalidArgument(f"device {self.device!r:.80} is unknown; use 'auto', 'cpu', 'cuda' or 'cuda:N'")
         _check_choice("dtype", self.dtype, _DTYPES)
         _check_choice("kernels", self.kernels, _KERNELS)
         _check_choice("role", self.role, tuple(EngineRole))
@@ -107,8 +117,7 @@ class EngineConfig:
     def _check_numbers(self) -> None:
         for name, high in _LIMITS.items():
             if getattr(self, name) is not None or name in _REQUIRED:
-                _check_integer(name, getattr(self, name), low=1, high=high)
-        _check_integer("event_buffer_size", self.event_buffer_size, low=0)
+                _check_integer(name, getattr(self, name), low=_LEAST.get(name, 1), high=high)
         if self.seed is not None:
             _check_integer("seed", self.seed, low=0, high=2**64 - 1)
         fraction = self.kv_memory_fraction
@@ -120,6 +129,12 @@ class EngineConfig:
         if not (is_number and 0 < timeout <= _MAX_GUIDE_TIMEOUT_S):
             raise InvalidArgument(
                 f"guide_timeout_s must be a number in (0, {_MAX_GUIDE_TIMEOUT_S}], not {timeout!r:.80}"
+            )
+        count = self.default_sampling.num_sequences
+        if isinstance(count, int) and count > self.max_num_seqs:
+            raise InvalidArgument(
+                f"default_sampling: num_sequences {count} exceeds max_num_seqs {self.max_num_seqs}; lower the first or raise "
+                "the second"
             )
         if self.max_num_batched_tokens is not None and self.max_num_seqs > self.max_num_batched_tokens:
             raise InvalidArgument(
@@ -144,6 +159,11 @@ class EngineConfig:
     @classmethod
     def field_names(cls) -> tuple[str, ...]:
         return tuple(field.name for field in dataclasses.fields(cls))
+
+
+def _check_name(field: str, name: str) -> None:
+    if not (name.strip() and name.isprintable()):
+        raise InvalidArgument(f"{field}: {name!r:.80} is empty or not printable; give a name or leave it out")
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

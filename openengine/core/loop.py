@@ -93,6 +93,8 @@ class EngineLoop:
         self._num_queued = 0
         self._num_undelivered = 0  # accepted requests, without probes, whose last event has not been delivered
         self._num_arrived = 0
+        self._num_accepted_tokens = 0  # of the prompts of all requests ever accepted
+        self._ending: set[str] = set()  # ids of open requests that an abort ends before the next step
         self._finished_ids: OrderedDict[str, None] = OrderedDict()
         # A put from a destructor that the garbage collector runs inside another put is safe with this queue only.
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -106,8 +108,8 @@ class EngineLoop:
 
     @property
     def load(self) -> LoadInfo:
-        """The latest snapshot; brought up to date with requests admitted since."""
-        return self._reports.load(len(self._open))
+        """The load at this moment, requests admitted since the latest step included."""
+        return self._reports.load(num_open=len(self._open), num_accepted_tokens=self._num_accepted_tokens)
 
     @property
     def num_in_flight(self) -> int:
@@ -155,16 +157,17 @@ class EngineLoop:
             self._open[group.request_id] = group
             self._num_queued += not group.is_probe
             self._num_undelivered += not group.is_probe
+            self._num_accepted_tokens += group.num_prompt
             self._commands.put(lambda: self._add(group))
 
     def abort(self, request_id: str) -> AbortStatus:
-        """End a request as cancelled before the next step. Raises RequestNotFound for an id never seen."""
+        """End a request as cancelled before the next step. One that is ending for this already has finished for its
+        caller. Raises RequestNotFound for an id never seen."""
         self._check_process()
         with self._lock:
             group = self._open.get(request_id)
             if group is not None:
-                self._commands.put(lambda: self._output.cancel(group))
-                return AbortStatus.ABORTED
+                return self._end([group])
             if request_id in self._finished_ids:
                 return AbortStatus.ALREADY_FINISHED
         raise RequestNotFound(f"request_id {request_id!r:.80} is not known; it never arrived or finished long ago")
@@ -175,15 +178,13 @@ class EngineLoop:
             return
         with self._lock:
             if self._open.get(group.request_id) is group:
-                self._commands.put(lambda: self._output.cancel(group))
+                self._end([group])
 
     def abort_all(self, message: str = "") -> AbortStatus:
         """End every request but probes; `message` says why in their last events."""
         self._check_process()
         with self._lock:
-            groups = [group for group in self._open.values() if not group.is_probe]
-            self._commands.put(lambda: [self._output.cancel(group, message) for group in groups])
-        return AbortStatus.ABORTED if groups else AbortStatus.ALREADY_FINISHED
+            return self._end([group for group in self._open.values() if not group.is_probe], message)
 
     def call(self, function: Callable[[Scheduler], Any]) -> Any:
         """Run `function(scheduler)` in the loop thread between steps and return its result."""
@@ -246,6 +247,15 @@ class EngineLoop:
         self._check_open()
         if self.state is LoopState.DRAINING:
             raise Draining("the engine is draining and takes no new requests; send it to another engine")
+
+    def _end(self, groups: list[SequenceGroup], message: str = "") -> AbortStatus:
+        """Have those of `groups` cancelled that are not about to be already. Called with the lock held."""
+        ending = [group for group in groups if group.request_id not in self._ending]
+        if not ending:
+            return AbortStatus.ALREADY_FINISHED
+        self._ending.update(group.request_id for group in ending)
+        self._commands.put(lambda: [self._output.cancel(group, message) for group in ending])
+        return AbortStatus.ABORTED
 
     def _check_acceptable(self, group: SequenceGroup) -> None:
         if group.is_probe:
@@ -310,6 +320,7 @@ class EngineLoop:
             self._commands.get()()
 
     def _add(self, group: SequenceGroup) -> None:
+        self._reports.count_queued(group)
         if not group.is_finished:  # a fault of the loop may have ended it before it began
             self._scheduler.add(group)
             self._reports.tell_queue(group, "enqueue", self._num_queued)
@@ -318,6 +329,7 @@ class EngineLoop:
         """The whole engine."""
         plan = self._scheduler.schedule()
         self._note_started(plan)
+        self._reports.begin_step(plan)
         started = time.monotonic()
         result = self._execute(plan)
         self._reports.tell_forward_pass(plan, step=self.num_steps, seconds=time.monotonic() - started)
@@ -393,6 +405,7 @@ class EngineLoop:
             if group.start_time is None:
                 self._num_queued -= not group.is_probe
             self._open.pop(group.request_id, None)
+            self._ending.discard(group.request_id)
             self._finished_ids[group.request_id] = None
             self._finished_ids.move_to_end(group.request_id)
             while len(self._finished_ids) > _REMEMBERED_IDS:

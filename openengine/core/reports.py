@@ -2,8 +2,11 @@
 
     scheduler, plan ──▶ load · KV events · runtime events ──▶ readers, woken once per step
 
-Owns the latest snapshot of the load. Does not own the queues of events and who reads them (events.py, runtime_events.py),
-nor the books of admission, whose figures it is given.
+Owns the load. Does not own the queues of events and who reads them (events.py, runtime_events.py), nor the books of
+admission, whose figures it is given.
+
+The scheduler changes between steps only, so that a snapshot taken when a step begins, and one when it has ended, are true
+until the next: what a reader gets is the load at the moment it asks, with that time on it.
 """
 
 from __future__ import annotations
@@ -46,14 +49,24 @@ class Reports:
         self._kv_log = kv_log
         self._runtime_events = runtime_events
         self._waiters: list[Waiter] = []  # readers of KV events, woken with the rest of the step
+        self._latest_time = 0  # of a load that was asked for
+        self._num_queued_tokens = 0  # of all requests that the scheduler ever got
         self._load = self._snapshot(None)
 
     # ---- readers' side ---------------------------------------------------------------------------
 
-    def load(self, num_open: int) -> LoadInfo:
-        """The latest snapshot; what waits is known from the `num_open` requests in flight at present."""
-        load = self._load
-        return replace(load, queued_requests=max(0, num_open - load.running_requests))
+    def load(self, *, num_open: int, num_accepted_tokens: int) -> LoadInfo:
+        """The load now. What waits is known from the requests in flight and from the prompt tokens of all ever accepted, of
+        which the scheduler may not have got the last ones."""
+        load, num_queued_tokens = self._load
+        self._latest_time = now = max(self._latest_time, time.time_ns())
+        # A step may have begun since the figures were taken, hence the floors.
+        return replace(
+            load,
+            timestamp_unix_nanos=now,
+            queued_requests=max(0, num_open - load.running_requests),
+            waiting_tokens=load.waiting_tokens + max(0, num_accepted_tokens - num_queued_tokens),
+        )
 
     def subscribe_kv_events(self, *, include_snapshot: bool, **place: Any) -> Subscription[KvEventBatch]:
         """As `EventLog.subscribe`; a snapshot is there after `begin`. Raises PreconditionFailed when KV events are off."""
@@ -78,6 +91,14 @@ class Reports:
         """Log what has entered and left the prefix cache."""
         if self._kv_log is not None:
             self._waiters += self._kv_log.append(self._scheduler.blocks.take_events())
+
+    def count_queued(self, group: SequenceGroup) -> None:
+        """The scheduler has got `group`, or it ended before that."""
+        self._num_queued_tokens += group.num_prompt
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """The load while `plan` runs becomes readable."""
+        self._load = self._snapshot(plan)
 
     def tell_queue(self, group: SequenceGroup, action: str, num_queued: int) -> None:
         if RuntimeEventType.QUEUE in self._runtime_events.wanted and not group.is_probe:
@@ -117,24 +138,25 @@ class Reports:
                 "admitted": num_admitted,
                 "preempted": num_preempted,
                 "ended": num_ended,
-                "running_requests": self._load.running_requests,
+                "running_requests": self._load[0].running_requests,
             }
             self._runtime_events.emit(RuntimeEventType.BATCH, attributes)
 
-    def _snapshot(self, plan: StepPlan | None) -> LoadInfo:
+    def _snapshot(self, plan: StepPlan | None) -> tuple[LoadInfo, int]:
+        """What the scheduler knows of the load, and the tokens it had got by then. A batch is that of the latest step, and
+        none when nothing runs any more. A model without a KV cache has no figures of one."""
         scheduler, blocks = self._scheduler, self._scheduler.blocks
-        scheduled = plan.scheduled if plan is not None else ()
-        num_decodes = plan.num_decodes if plan is not None else 0
-        return LoadInfo(
+        num_running, has_kv = scheduler.num_running_groups, blocks.num_blocks > 0
+        num_scheduled, num_decodes = (len(plan.scheduled), plan.num_decodes) if plan and num_running else (0, 0)
+        load = LoadInfo(
             instance_id=self._instance_id,
-            timestamp_unix_nanos=time.time_ns(),
-            running_requests=scheduler.num_running_groups,
-            queued_requests=0,  # changes between steps too: see `load`
+            running_requests=num_running,
             active_kv_sessions=0,
-            used_kv_blocks=blocks.num_used,
-            total_kv_blocks=blocks.num_blocks,
-            running_tokens=sum(seq.num_computed for seq in scheduler.running),
+            used_kv_blocks=blocks.num_used if has_kv else None,
+            total_kv_blocks=blocks.num_blocks if has_kv else None,
+            running_tokens=sum(seq.num_computed for seq in scheduler.running) if has_kv else None,
             waiting_tokens=scheduler.num_waiting_tokens,
-            prefill_batch_size=len(scheduled) - num_decodes,
+            prefill_batch_size=num_scheduled - num_decodes,
             decode_batch_size=num_decodes,
         )
+        return load, self._num_queued_tokens

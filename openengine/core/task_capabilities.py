@@ -5,12 +5,14 @@ Owns the limits of requests. Does not own checking requests against them (task_a
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NoReturn
 
 from openengine.core.task_output import ScoreHead
 from openengine.core.task_profile import TaskProfile
 from openengine.core.task_tokens import TaskTokenizer
 from openengine.errors import UnsupportedTask
+from openengine.names import check_request_id, check_served
 from openengine.task_types import (
     ClassifyCapabilities,
     EmbedCapabilities,
@@ -122,20 +124,26 @@ def _score(
 
 
 class NoGeneration:
-    """Stands in for the preparer of generations, for a model that does something else."""
+    """Stands in for the preparer of generations, for a model that does something else.
 
-    def __init__(self, does: str) -> None:
+    What a request names is checked all the same, and first: an unknown model is not said to be unable.
+    """
+
+    def __init__(self, does: str, model_names: Collection[str]) -> None:
         self._does = does
+        self._model_names = model_names
 
     def warn(self, requests: object) -> None:
         """Nothing to warn of: `prepare` raises."""
 
     def check(self, request: GenerateRequest) -> NoReturn:
-        """Raises UnsupportedTask."""
-        self.refuse()
+        """Raises as `refuse`."""
+        self.refuse(request.request_id, request.model)
 
     prepare = check
 
-    def refuse(self) -> NoReturn:
-        """Raises UnsupportedTask, whatever was to be generated."""
+    def refuse(self, request_id: object, model: object) -> NoReturn:
+        """Raises UnsupportedTask, whatever was to be generated; before that what is wrong with the names of a request."""
+        check_request_id(request_id)
+        check_served(model, self._model_names)
         raise UnsupportedTask(f"the model does not generate text; it can {self._does}")

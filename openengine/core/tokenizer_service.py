@@ -45,6 +45,9 @@ __all__ = ["TokenizerService"]
 _Options = TypeVar("_Options", TokenizeOptions, DetokenizeOptions)
 
 _MAX_CHUNK_BYTES = 1 << 20
+_LEAST_INPUT_BYTES = 1 << 20  # texts are also tokenized to be cut into parts that fit
+_BYTES_PER_TOKEN = 64  # of a tokenizer that says nothing of its longest token
+_SAMPLE_CHARS = 1 << 16
 _UINT32_MAX = 2**32 - 1
 _DEFAULT_TOKENIZE = TokenizeOptions(
     add_special_tokens=True, parse_special_tokens=True, truncation_side=TruncationSide.RIGHT, normalize=True
@@ -58,7 +61,7 @@ class TokenizerService:
 
     `names` are those a request may use for the model, the canonical one first. `vocab_size` is the width of the model's
     output. `revision` is for people. Without `cache_keys` the model has no cache-key profile. `max_input_bytes` bounds the
-    UTF-8 of a text, 0 leaves it open.
+    UTF-8 of a text; None is what the `max_model_len` tokens of a context may spell at the most, and 1 MiB at the least.
 
     Every call takes `model`: None is this one. Raises InvalidArgument for an empty name, ModelNotFound for one that is not
     served, PreconditionFailed for an expected fingerprint or profile that is not the present one, or an operation that
@@ -74,7 +77,8 @@ class TokenizerService:
         eos_token_ids: Sequence[int],
         cache_keys: CacheKeyService | None = None,
         revision: str = "",
-        max_input_bytes: int = 0,
+        max_model_len: int = 0,
+        max_input_bytes: int | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._names = tuple(names)
@@ -82,6 +86,7 @@ class TokenizerService:
         self._eos_token_ids = tuple(eos_token_ids)
         self._cache_keys = cache_keys
         self._revision = revision
+        self._max_model_len = max_model_len
         self._max_input_bytes = max_input_bytes
 
     # ---- identity --------------------------------------------------------------------------------
@@ -95,6 +100,18 @@ class TokenizerService:
     def vocab_size(self) -> int:
         """Width of the model's output."""
         return self._vocab_size
+
+    @functools.cached_property
+    def max_input_bytes(self) -> int:
+        """The longest text of a call, in UTF-8. What admits every prompt, a few of these texts do not fill the memory."""
+        if self._max_input_bytes is not None:
+            return self._max_input_bytes
+        return max(_LEAST_INPUT_BYTES, self._max_model_len * self._bytes_per_token())
+
+    def _bytes_per_token(self) -> int:
+        sample = "a" * _SAMPLE_CHARS
+        fewest = self._tokenizer.fewest_tokens(sample)
+        return -(-len(sample) // fewest) if fewest else _BYTES_PER_TOKEN
 
     @functools.cached_property
     def operations(self) -> tuple[TokenizerOperation, ...]:
@@ -137,7 +154,7 @@ class TokenizerService:
             artifacts=self._artifacts,
             default_tokenize_options=_DEFAULT_TOKENIZE,
             default_detokenize_options=_DEFAULT_DETOKENIZE,
-            max_input_bytes=self._max_input_bytes,
+            max_input_bytes=self.max_input_bytes,
         )
 
     # ---- artifacts -------------------------------------------------------------------------------
@@ -210,7 +227,7 @@ class TokenizerService:
         options = _effective(options, _DEFAULT_TOKENIZE)
         side = _truncation_side(options.truncation_side)
         _check_count("max_tokens", options.max_tokens, minimum=0)
-        self._check_text(text)
+        self.check_text(text)
         self._check_fingerprint(expected_fingerprint)
         tokenizer = self._tokenizer if options.normalize else self._without_normalizer()
         flags = {name: getattr(options, name) for name in ("add_special_tokens", "parse_special_tokens")}
@@ -248,6 +265,7 @@ class TokenizerService:
         self.check_model(model)
         options = _effective(options, _DEFAULT_DETOKENIZE)
         ids = as_token_ids(token_ids)
+        self.check_num_tokens(len(ids))
         self._check_ids(ids)
         self._check_fingerprint(expected_fingerprint)
         if options.clean_up_spaces:
@@ -302,7 +320,9 @@ class TokenizerService:
         if (text is None) == (tokens is None):
             raise InvalidArgument("cache keys take exactly one of text and tokens")
         if text is not None:
-            self._check_text(text)
+            self.check_text(text)
+        elif hasattr(tokens, "__len__"):
+            self.check_num_tokens(len(tokens))
         keys.check_expected(expected_profile, expected_profile_version, expected_fingerprint)
         ids = as_token_ids(self._tokenizer.encode(text) if text is not None else tokens)
         self._check_ids(ids)
@@ -327,14 +347,21 @@ class TokenizerService:
                 f"expected_fingerprint is {expected!r:.100}, the tokenizer's is {self.fingerprint}; fetch its info again"
             )
 
-    def _check_text(self, text: str | None) -> None:
+    def check_text(self, text: str | None, name: str = "text") -> None:
+        """Raises InvalidArgument for an absent or too long text, which the error calls `name`."""
         if text is None:
-            raise InvalidArgument("text is absent; an empty text is fine")
-        limit = self._max_input_bytes
+            raise InvalidArgument(f"{name} is absent; an empty text is fine")
+        limit = self.max_input_bytes
         if limit and isinstance(text, str) and 4 * len(text) > limit:
             size = len(text.encode("utf-8", "surrogatepass"))
             if size > limit:
-                raise InvalidArgument(f"text has {size} bytes, the limit is {limit}; send it in parts")
+                raise InvalidArgument(f"{name} has {size} bytes, the limit is {limit}; shorten it, or send it in parts")
+
+    def check_num_tokens(self, num_tokens: int) -> None:
+        """Raises InvalidArgument for more token ids than the longest text has bytes."""
+        limit = self.max_input_bytes
+        if limit and num_tokens > limit:
+            raise InvalidArgument(f"{num_tokens} token ids, the limit is {limit}; send them in parts")
 
     def _check_ids(self, ids: np.ndarray) -> None:
         if ids.size and (ids.min() < 0 or ids.max() >= self._vocab_size):

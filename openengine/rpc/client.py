@@ -28,9 +28,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
-
-import grpc
 
 from openengine import (
     AbortRequest,
@@ -47,7 +46,6 @@ from openengine import (
     EngineInfo,
     EngineRole,
     EventStream,
-    GenerateRequest,
     GenerationResult,
     GetKvEventSourcesRequest,
     GetKvEventSourcesResponse,
@@ -56,6 +54,7 @@ from openengine import (
     Handle,
     HealthRequest,
     HealthResponse,
+    InvalidArgument,
     KvConnectorInfo,
     KvEventBatch,
     KvSessionRef,
@@ -76,23 +75,21 @@ from openengine import (
     TokenizerInfo,
     UnloadLoraRequest,
     UnloadLoraResponse,
-    UnsupportedFeature,
 )
 from openengine.batches import arun_batch, arun_one, check_on_error, run_batch, run_one
 from openengine.options import Prompt, check_options, is_single_prompt, request_id_of
 from openengine.rpc import openengine_pb2 as pb
 from openengine.rpc.connection import Connection
+from openengine.rpc.credentials import bearer_metadata, channel_credentials, warn_of_plain_token
 from openengine.rpc.in_process import InProcessOnly
 from openengine.rpc.remote import AsyncEventStream, RemoteStream
 from openengine.rpc.remote_tasks import RemoteTasks
 from openengine.rpc.remote_tokenizer import RemoteTokenizerService
-from openengine.rpc.requests import Requests
+from openengine.rpc.requests import Item, Requests
+from openengine.rpc.revision import check_revision, first_model
 
 __all__ = ["Client"]
 
-_REVISION = 1  # of the contract that this client speaks
-_TESTED_REVISIONS = range(1, 2)
-_TESTED_RELEASES = {"d0f29fec31f31db5cfd49cf3e0f67da84d10c709"}
 _MAX_WINDOW = 256  # requests of one batch in flight at a time
 _DEFAULT_WINDOW = 64  # where the server does not tell how many it runs
 
@@ -100,12 +97,15 @@ _DEFAULT_WINDOW = 64  # where the server does not tell how many it runs
 class Client(InProcessOnly):
     """An engine behind `target` ("host:port"), safe from many threads and event loops.
 
-    `model` names the one that requests mean, None the server's first. `token` is sent as a bearer token. `tls_ca` (PEM)
-    trusts a server's certificate, and `tls_cert` with `tls_key` show one of ours; `tls=True` alone trusts the system's
-    authorities. `timeout_s` bounds every call but streams.
+    `model` names the one that requests mean, None the server's first. `token` is sent as a bearer token, with a warning
+    where it travels through a network in plain text. `tls_ca` (PEM) trusts a server's certificate, and `tls_cert` with
+    `tls_key` show one of ours; `tls=True` alone trusts the system's authorities. `timeout_s` bounds every call; of a stream,
+    such as a generation, the time until the server accepts it. `keepalive_s`: while calls wait, the server is asked so often
+    for a sign of life, and is Unreachable after as long without one; None for a server that takes no such pings.
 
-    Raises UnsupportedFeature for a server outside the revisions that this client was tested with, InvalidArgument for a
-    target that is no address, Unreachable where no server answers, Unauthenticated where it wants another token.
+    Raises UnsupportedFeature for a server outside the revisions that this client was tested with, here and in any call that
+    finds it replaced by such a one; InvalidArgument for what is no address, token, PEM or time, Unreachable where no server
+    answers, Unauthenticated where it wants another token.
     """
 
     def __init__(
@@ -119,18 +119,25 @@ class Client(InProcessOnly):
         tls_cert: bytes | None = None,
         tls_key: bytes | None = None,
         timeout_s: float | None = None,
+        keepalive_s: float | None = 10.0,
     ) -> None:
+        _check_model(model)
         self._target = target
-        credentials = None
-        if tls or tls_ca is not None or tls_cert is not None:
-            credentials = grpc.ssl_channel_credentials(tls_ca, tls_key, tls_cert)
-        metadata = () if token is None else (("authorization", f"Bearer {token}"),)
-        self._connection = Connection(target, credentials=credentials, metadata=metadata, timeout_s=timeout_s)
+        credentials = channel_credentials(tls=tls, ca=tls_ca, cert=tls_cert, key=tls_key)
+        self._connection = Connection(
+            target,
+            credentials=credentials,
+            metadata=bearer_metadata(token),
+            check=check_revision,
+            timeout_s=timeout_s,
+            keepalive_s=keepalive_s,
+        )
+        if token is not None and credentials is None:
+            warn_of_plain_token(target)
         self._stub, self._unary = self._connection.stub, self._connection.unary
         try:
-            info = self.info()
-            _check_revision(info)
-            self._model = model or info.supported_models[0]
+            info = self._connection.run(self._connection.meet())
+            self._model = first_model(info) if model is None else model
             self._num_slots = self.model_info().max_running_requests
         except BaseException:
             self.close()
@@ -151,18 +158,17 @@ class Client(InProcessOnly):
         on_error: str = "raise",
         **options: Any,
     ) -> GenerationResult | list[GenerationResult]:
-        prompts, options = self._requests.with_messages(prompts, messages, options)
+        requests, prompts, options = self._requests.with_messages(prompts, messages, options)
         if is_single_prompt(prompts):
             check_on_error(on_error)
             check_options(sampling, options)
 
             def start() -> Handle:
-                return self._requests.admit(self._requests.one(prompts, sampling, options), wait=True)
+                return requests.admit(requests.one(prompts, sampling, options), wait=True)
 
             return run_one(start, request_id_of(prompts, options), on_error=on_error)
-        results: dict[int, GenerationResult] = dict(
-            self.as_completed(prompts, sampling, progress=progress, on_error=on_error, **options)
-        )
+        items = requests.batch(prompts, sampling, on_error, options)
+        results = dict(self._run_batch(requests, items, on_error, progress))
         return [results[index] for index in range(len(results))]
 
     def as_completed(
@@ -175,7 +181,7 @@ class Client(InProcessOnly):
         **options: Any,
     ) -> Iterator[tuple[int, GenerationResult]]:
         items = self._requests.batch(prompts, sampling, on_error, options)
-        return run_batch(self._requests.admit, items, window=self._window, on_error=on_error, progress=progress)
+        return self._run_batch(self._requests, items, on_error, progress)
 
     def chat(
         self, messages: Sequence[Any], sampling: SamplingParams | None = None, **options: Any
@@ -200,9 +206,8 @@ class Client(InProcessOnly):
         messages: Sequence[Any] | None = None,
         **options: Any,
     ) -> EventStream:
-        prompt, options = self._requests.with_messages(prompt, messages, options)
-        request = self._requests.one(prompt, sampling, options)
-        return AsyncEventStream(self._requests.start(request, keep_events=True))
+        requests, prompt, options = self._requests.with_messages(prompt, messages, options)
+        return AsyncEventStream(requests.start(requests.one(prompt, sampling, options), keep_events=True))
 
     async def agenerate(
         self,
@@ -213,15 +218,16 @@ class Client(InProcessOnly):
         on_error: str = "raise",
         **options: Any,
     ) -> GenerationResult | list[GenerationResult]:
-        prompts, options = await asyncio.to_thread(self._requests.with_messages, prompts, messages, options)
+        requests, prompts, options = await self._requests.awith_messages(prompts, messages, options)
+        admit = partial(requests.aadmit, wait=True)
         if not is_single_prompt(prompts):
-            items = await asyncio.to_thread(self._requests.batch, prompts, sampling, on_error, options)
-            return await arun_batch(self._start, items, window=self._window, on_error=on_error)
+            items = await asyncio.to_thread(requests.batch, prompts, sampling, on_error, options)
+            return await arun_batch(admit, items, window=self._window, on_error=on_error)
         check_on_error(on_error)
         check_options(sampling, options)
 
         async def start() -> Handle:
-            return await self._start(self._requests.one(prompts, sampling, options))
+            return await admit(requests.one(prompts, sampling, options))
 
         return await arun_one(start, request_id_of(prompts, options), on_error=on_error)
 
@@ -233,8 +239,8 @@ class Client(InProcessOnly):
         messages: Sequence[Any] | None = None,
         **options: Any,
     ) -> Handle:
-        prompt, options = self._requests.with_messages(request, messages, options)
-        return self._requests.admit(self._requests.one(prompt, sampling, options), keep_events=True)
+        requests, prompt, options = self._requests.with_messages(request, messages, options)
+        return requests.admit(requests.one(prompt, sampling, options), keep_events=True)
 
     async def asubmit(
         self,
@@ -244,11 +250,13 @@ class Client(InProcessOnly):
         messages: Sequence[Any] | None = None,
         **options: Any,
     ) -> Handle:
-        prompt, options = await asyncio.to_thread(self._requests.with_messages, request, messages, options)
-        return await self._requests.start(self._requests.one(prompt, sampling, options), keep_events=True).aresult()
+        requests, prompt, options = await self._requests.awith_messages(request, messages, options)
+        return await requests.aadmit(requests.one(prompt, sampling, options), keep_events=True)
 
-    async def _start(self, request: GenerateRequest) -> Handle:
-        return await self._requests.start(request, wait=True).aresult()
+    def _run_batch(
+        self, requests: Requests, items: list[Item], on_error: str, progress: bool | None
+    ) -> Iterator[tuple[int, GenerationResult]]:
+        return run_batch(requests.admit, items, window=self._window, on_error=on_error, progress=progress)
 
     @property
     def _window(self) -> int:
@@ -292,8 +300,15 @@ class Client(InProcessOnly):
     def health(
         self, *, include_inference_probe: bool = False, model: str | None = None, role: EngineRole | None = None
     ) -> HealthResponse:
+        _check_model(model)
         request = HealthRequest(include_inference_probe=include_inference_probe, model=model, role=role)
         return self._unary(self._stub.Health, request)
+
+    async def ahealth(
+        self, *, include_inference_probe: bool = False, model: str | None = None, role: EngineRole | None = None
+    ) -> HealthResponse:
+        options = {"include_inference_probe": include_inference_probe, "model": model, "role": role}
+        return await asyncio.to_thread(self.health, **options)
 
     def abort(
         self, request_id: str | None = None, *, kv_session: KvSessionRef | None = None, all_requests: bool = False
@@ -416,10 +431,6 @@ class Client(InProcessOnly):
         return f"Client({self._target!r}, model={self._model!r})"
 
 
-def _check_revision(info: EngineInfo) -> None:
-    revision, minimum = info.schema_revision, info.minimum_client_revision
-    if minimum > _REVISION or revision not in _TESTED_REVISIONS or info.schema_release not in _TESTED_RELEASES:
-        raise UnsupportedFeature(
-            f"the server speaks revision {revision} ({info.schema_release!r:.60}) and takes clients from {minimum} on; this "
-            f"client speaks {_REVISION} and was tested with {_TESTED_REVISIONS.start} to {_TESTED_REVISIONS.stop - 1}"
-        )
+def _check_model(model: str | None) -> None:
+    if model is not None and not (isinstance(model, str) and model):
+        raise InvalidArgument(f"model is {model!r:.80}, which names none; leave it out for the server's first")

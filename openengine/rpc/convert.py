@@ -7,6 +7,7 @@ is first needed, converts both ways. What the plans do not say:
     -----------------------------------------   --------------------------------------------------------------
     `optional`, oneof member, message: absent   None, or the field's default where that is an (empty) value
     oneof whose members are whole events        the attribute named after the oneof: KvEvent.event, ….embedding
+    oneof whose members are attributes          at most one of them; a second is an error
     enum                                        its member; UNSPECIFIED and unknown numbers are errors, except
                                                 where None stands for UNSPECIFIED (HealthRequest.role, …)
     "" or 0 where the value may be None         None, except names that a request needs: those are errors
@@ -26,7 +27,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
-from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.descriptor import FieldDescriptor, OneofDescriptor
 from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto
 from google.protobuf.message import Message
 
@@ -260,7 +261,8 @@ def _plan(name: str) -> _Plan:
         repeated = field_proto.label == FieldDescriptorProto.LABEL_REPEATED
         read, write = _repeated(field) if repeated else _singular(field, attribute)
         plan.readers[field.number] = (attribute.name, read)
-        plan.writers.append((attribute.name, write))
+        is_choice = oneof is not None and len(oneof.fields) > 1  # `optional` is a oneof of one
+        plan.writers.append((attribute.name, partial(_write_member, oneof, write) if is_choice else write))
         absent = _absent(field, attribute, repeated)
         if absent is not None:
             plan.absent[attribute.name] = absent
@@ -314,6 +316,15 @@ def _repeated(field: FieldDescriptor) -> tuple[Read, _Write]:
                 raise exc.under(f"[{index}]") from None
 
     return partial(_read_items, read), write
+
+
+def _write_member(oneof: OneofDescriptor, write: _Write, message: Message, value: Any) -> None:
+    """Set a member of `oneof`. Protobuf alone would drop the one that is set already, and say nothing."""
+    before = message.WhichOneof(oneof.name)
+    write(message, value)
+    if before is not None and message.WhichOneof(oneof.name) != before:
+        *names, last = (field.name for field in oneof.fields)
+        raise Malformed("", f"is given beside {before}; give exactly one of {', '.join(names)} and {last}")
 
 
 def _codec(field: FieldDescriptor) -> tuple[Read, Fill]:

@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from openengine.rpc.servicer import Unreadable
+from openengine.rpc.calls import Unreadable
 
 __all__ = ["BearerToken", "ReadableRequests"]
 

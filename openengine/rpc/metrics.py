@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
 
-from openengine import Engine, GenerateEvent, TaskUsage, TokenOutput, Usage
+from openengine import Engine, GenerateEvent, Handle, OpenEngineError, TaskUsage, TokenOutput, Usage
 
-__all__ = ["Metrics", "RequestMetrics"]
+__all__ = ["Metrics", "RequestMetrics", "usage_of"]
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -40,13 +40,19 @@ class Metrics:
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of ended requests.")
         self.cached_tokens = self._counter("cached_prompt_tokens", "Prompt tokens taken from the prefix cache.")
         self.generated_tokens = self._counter("generated_tokens", "Tokens drawn in ended generations.")
-        self.request_seconds = self._histogram("request_duration_seconds", "Acceptance to the last event.", _SECONDS)
+        self.request_seconds = self._histogram(
+            "request_duration_seconds", "Acceptance to the end of an accepted request.", _SECONDS
+        )
         self.first_token_seconds = self._histogram(
             "time_to_first_token_seconds", "Acceptance to first token.", _SECONDS
         )
         self.token_seconds = self._histogram(
             "time_per_output_token_seconds", "Between later tokens, on average over a request.", _TOKEN_SECONDS
         )
+
+    def refuse(self, code: str) -> None:
+        """A request was not accepted: it is counted by its error and has no duration."""
+        self.requests.labels(code).inc()
 
     def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
         return Counter(f"openengine_{name}", help_text, labels, registry=self.registry)
@@ -56,7 +62,7 @@ class Metrics:
 
 
 class RequestMetrics:
-    """Follows one request. Does nothing for a server without metrics."""
+    """Follows one request from its acceptance on. Does nothing for a server without metrics."""
 
     def __init__(self, metrics: Metrics | None) -> None:
         self._metrics = metrics
@@ -78,6 +84,11 @@ class RequestMetrics:
         tokens = usage.input_tokens
         self.end("DONE", Usage(tokens, 0, tokens, usage.cached_input_tokens))
 
+    def end_with(self, handle: Handle, how: str) -> None:
+        """Nobody follows the request any more: unless it was over, it is when the engine has stopped working for it."""
+        if self._metrics is not None:
+            handle.on_done(lambda: self.end(how, usage_of(handle)))
+
     def end(self, how: str, usage: Usage | None = None) -> None:
         """The request is over; only the first call counts."""
         metrics, self._metrics = self._metrics, None
@@ -93,6 +104,14 @@ class RequestMetrics:
         metrics.generated_tokens.inc(usage.completion_tokens)
         if self._first is not None and usage.completion_tokens > 1:
             metrics.token_seconds.observe((now - self._first) / (usage.completion_tokens - 1))
+
+
+def usage_of(handle: Handle) -> Usage | None:
+    """What a generation has used that has ended."""
+    try:
+        return handle.result().usage
+    except OpenEngineError:
+        return handle.usage
 
 
 class _LoadGauges:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -36,7 +36,7 @@ from openengine import (
     TokenOutput,
     Usage,
 )
-from openengine.rpc.connection import Connection, call_error
+from openengine.rpc.connection import Connection, Link, call_error
 from openengine.rpc.convert import from_proto, to_proto
 from openengine.rpc.errors import ACCEPTED_HEADERS
 
@@ -49,15 +49,23 @@ _T = TypeVar("_T")
 class Starting:
     """A request on its way to a server, which accepts or refuses it. One that is abandoned is ended wherever it is by then.
 
-    `wait`: ask again while the server's queue is full. Raises InvalidArgument for what does not fit the wire.
+    `wait`: ask again while the server's queue is full. `check` raises what speaks against sending it to the server that
+    is there. Raises InvalidArgument for what does not fit the wire.
     """
 
     def __init__(
-        self, connection: Connection, request: GenerateRequest, *, keep_events: bool = False, wait: bool = False
+        self,
+        connection: Connection,
+        request: GenerateRequest,
+        *,
+        keep_events: bool = False,
+        wait: bool = False,
+        check: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._connection = connection
         self._keep_events = keep_events
         self._wait = wait
+        self._check = check
         self._handle: Handle | None = None
         self._is_abandoned = False
         self._remote = _RemoteRequest(request)
@@ -95,9 +103,8 @@ class Starting:
     async def _start(self, message: Message) -> Handle:
         connection, remote = self._connection, self._remote
         while True:
-            call = connection.stub.Generate(message, metadata=connection.metadata)
             try:
-                first = await _accepted(call)
+                call, first = await _begin(connection, connection.stub.Generate, message, self._check)
                 break
             except Overloaded as exc:
                 if not self._wait or exc.retry_after_ms is None:
@@ -109,7 +116,7 @@ class Starting:
         if self._is_abandoned:
             call.cancel()
             raise asyncio.CancelledError
-        connection.spawn(_follow(call, first, remote, handle))
+        connection.spawn(_follow(call, first, remote, handle, connection.link))
         return handle
 
 
@@ -153,7 +160,25 @@ class _Output:
         self.num_output = 0
 
 
-async def _accepted(call: Any) -> list[Any]:
+async def _begin(
+    connection: Connection,
+    method: Callable[..., Any],
+    message: Message,
+    check: Callable[[], Awaitable[None]] | None = None,
+) -> tuple[Any, list[Any]]:
+    """A call that is accepted, and what `_accepted` says. Raises what it is refused with, and Unreachable after a timeout."""
+
+    async def begin() -> tuple[Any, list[Any]]:
+        await connection.meet()
+        if check is not None:
+            await check()
+        call = method(message, metadata=connection.metadata)
+        return call, await _accepted(call, connection.link)
+
+    return await connection.within_timeout(begin())
+
+
+async def _accepted(call: Any, link: Link) -> list[Any]:
     """The first message, if that had to be read to know whether `call` is accepted: a refused one has no headers of ours.
 
     Raises what it is refused with.
@@ -164,13 +189,13 @@ async def _accepted(call: Any) -> list[Any]:
         message = await call.read()
         return [] if message is grpc.aio.EOF else [message]
     except grpc.RpcError as exc:
-        raise call_error(exc) from None
+        raise call_error(exc, link) from None
     except asyncio.CancelledError:
         call.cancel()
         raise
 
 
-async def _follow(call: Any, first: list[Any], remote: _RemoteRequest, handle: Handle) -> None:
+async def _follow(call: Any, first: list[Any], remote: _RemoteRequest, handle: Handle, link: Link) -> None:
     """Hand the events of an accepted call to its handle, the last one or an error at the end."""
     last: GenerateEvent | None = None
     error: OpenEngineError | None = None
@@ -189,7 +214,7 @@ async def _follow(call: Any, first: list[Any], remote: _RemoteRequest, handle: H
                 await call.read()  # the status; nothing else can come
                 return
     except grpc.RpcError as exc:
-        error = call_error(exc)
+        error = call_error(exc, link)
     except OpenEngineError as exc:
         error = exc.with_traceback(None)
     except asyncio.CancelledError:
@@ -208,8 +233,9 @@ async def _abort(connection: Connection, remote: _RemoteRequest) -> None:
     """End a request so that its stream ends with what it has; a server that does not answer loses the call."""
     try:
         message = to_proto(AbortRequest(request_id=remote.request_id))
+        await asyncio.wait_for(connection.meet(), _ABORT_S)
         await connection.stub.Abort(message, timeout=_ABORT_S, metadata=connection.metadata)
-    except grpc.RpcError:
+    except (grpc.RpcError, OpenEngineError, asyncio.TimeoutError):
         remote.call.cancel()
 
 
@@ -258,11 +284,7 @@ class RemoteStream(Generic[_T]):
         self._connection = connection
         self._reading: Future[Any] | None = None
         self._is_closed = False
-        self._call, self._ahead = connection.run(self._open(method, to_proto(request)))
-
-    async def _open(self, method: Callable[..., Any], message: Message) -> tuple[Any, list[Any]]:
-        call = method(message, metadata=self._connection.metadata)
-        return call, await _accepted(call)
+        self._call, self._ahead = connection.run(_begin(connection, method, to_proto(request)))
 
     def poll(self) -> _T | None:
         """The next event if it is there already, else None."""
@@ -332,7 +354,7 @@ class RemoteStream(Generic[_T]):
         except grpc.RpcError as exc:
             if self._is_closed:
                 return grpc.aio.EOF
-            raise call_error(exc) from None
+            raise call_error(exc, self._connection.link) from None
         except asyncio.CancelledError:
             return grpc.aio.EOF  # by `close`, or with the connection
 

@@ -1,6 +1,7 @@
 """`RemoteTokenizerService`: a server's tokenizer with the methods of `TokenizerService`, and its files rebuilt here.
 
-Owns: one method per call, and the check of size and digest before a file is used. Does not own the connection.
+Owns: one method per call, the check of size and digest before a file is used, and whether the tokenizer here is still the
+server's. Does not own the connection.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ from openengine import (
     InternalError,
     TokenizeOptions,
     TokenizerArtifactChunk,
+    TokenizerChanged,
     TokenizeRequest,
     TokenizeResponse,
     TokenizerInfo,
     load_tokenizer,
 )
 from openengine.rpc.connection import Connection
+from openengine.rpc.convert import from_proto, to_proto
 from openengine.rpc.remote import RemoteStream
 
 __all__ = ["RemoteTokenizerService"]
@@ -44,7 +47,8 @@ class RemoteTokenizerService:
         self._stub = connection.tokenizer_stub
         self._model = model
         self._lock = threading.Lock()
-        self._tokenizer: Any = None
+        self._local: tuple[Any, str] | None = None  # a tokenizer and its fingerprint
+        self._of_server: tuple[str, str] | None = None  # an instance and the fingerprint of its tokenizer
 
     def info(self, *, model: str | None = None) -> TokenizerInfo:
         return self._call(self._stub.GetTokenizerInfo, GetTokenizerInfoRequest(model=self._name(model)))
@@ -80,18 +84,41 @@ class RemoteTokenizerService:
         return self._call(self._stub.ComputeCacheKeys, request)
 
     def local(self) -> Any:
-        """The same tokenizer in this process, built from the server's files; they are fetched once.
+        """The same tokenizer in this process, built from the server's files; they are fetched once for each tokenizer.
 
         Raises InternalError for a file that is not what the server announced.
         """
-        with self._lock:
-            if self._tokenizer is None:
-                with tempfile.TemporaryDirectory(prefix="openengine-tokenizer-") as directory:
-                    self._fetch(Path(directory))
-                    self._tokenizer = load_tokenizer(directory)
-            return self._tokenizer
+        return self.local_with_fingerprint()[0]
 
-    def _fetch(self, directory: Path) -> None:
+    def local_with_fingerprint(self) -> tuple[Any, str]:
+        """`local`, and what `check` knows it by."""
+        with self._lock:
+            fingerprint = self._connection.run(self._fingerprint())
+            if self._local is None or self._local[1] != fingerprint:
+                with tempfile.TemporaryDirectory(prefix="openengine-tokenizer-") as directory:
+                    fingerprint = self._fetch(Path(directory))
+                    self._local = load_tokenizer(directory), fingerprint
+            return self._local
+
+    async def check(self, fingerprint: str) -> None:
+        """Raises TokenizerChanged when the server that is there now has another tokenizer. In the connection's event loop."""
+        if await self._fingerprint() != fingerprint:
+            raise TokenizerChanged(
+                "the server was replaced, by one with another tokenizer, after this prompt was made into token ids, which "
+                "mean something else there; make the call again with its messages"
+            )
+
+    async def _fingerprint(self) -> str:
+        """The fingerprint of the server's tokenizer, asked for once of each server that is met."""
+        server = await self._connection.meet()
+        if self._of_server is None or self._of_server[0] != server.instance_id:
+            message = to_proto(GetTokenizerInfoRequest(model=self._model))
+            info = from_proto(await self._connection.answer(self._stub.GetTokenizerInfo, message))
+            self._of_server = server.instance_id, info.fingerprint
+        return self._of_server[1]
+
+    def _fetch(self, directory: Path) -> str:
+        """Write the tokenizer's files; returns their fingerprint."""
         info = self.info()
         contents = {artifact.name: bytearray() for artifact in info.artifacts}
         with self.artifacts(expected_fingerprint=info.fingerprint) as chunks:
@@ -108,6 +135,7 @@ class RemoteTokenizerService:
             if Path(artifact.name).name != artifact.name:
                 raise InternalError(f"the server names a file {artifact.name!r:.80}, which is no plain name")
             (directory / artifact.name).write_bytes(data)
+        return info.fingerprint
 
     def _name(self, model: str | None) -> str:
         return self._model if model is None else model

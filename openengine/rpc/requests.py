@@ -5,9 +5,11 @@ The twin of what `Engine` does before its loop. Owns no connection (connection.p
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from openengine import GenerateRequest, GenerationResult, Handle, OpenEngineError, SamplingParams
@@ -20,27 +22,41 @@ from openengine.rpc.remote import Starting
 from openengine.rpc.remote_tokenizer import RemoteTokenizerService
 from openengine.validation import validate_request
 
-__all__ = ["Requests"]
+__all__ = ["Item", "Requests"]
 
 Item = GenerateRequest | GenerationResult
 
 
 class Requests:
-    """Requests for `model` at the server of `connection`; `tokenizer` renders chats."""
+    """Requests for `model` at the server of `connection`; `tokenizer` renders chats.
 
-    def __init__(self, connection: Connection, tokenizer: RemoteTokenizerService, model: str) -> None:
+    `fingerprint`: of the tokenizer that made their prompts into ids, which no server with another one may be sent.
+    """
+
+    def __init__(
+        self, connection: Connection, tokenizer: RemoteTokenizerService, model: str, fingerprint: str | None = None
+    ) -> None:
         self._connection = connection
         self._tokenizer = tokenizer
         self._model = model
+        self._fingerprint = fingerprint
 
     def with_messages(
         self, prompt: Any, messages: Sequence[Any] | None, options: dict[str, Any]
-    ) -> tuple[Any, dict[str, Any]]:
-        """The prompt, which is the rendered chat where there are `messages`, and the options left for the request."""
+    ) -> tuple[Requests, Any, dict[str, Any]]:
+        """What makes the request, its prompt, which is the rendered chat where there are `messages`, and its options."""
         tools, template_kwargs = take_chat_options(prompt, messages, options)
         if messages is None:
-            return prompt, options
-        return self._tokenizer.local().encode_chat(messages, tools=tools, **template_kwargs), options
+            return self, prompt, options
+        tokenizer, fingerprint = self._tokenizer.local_with_fingerprint()
+        requests = Requests(self._connection, self._tokenizer, self._model, fingerprint)
+        return requests, tokenizer.encode_chat(messages, tools=tools, **template_kwargs), options
+
+    async def awith_messages(
+        self, prompt: Any, messages: Sequence[Any] | None, options: dict[str, Any]
+    ) -> tuple[Requests, Any, dict[str, Any]]:
+        """`with_messages` for an event loop."""
+        return await asyncio.to_thread(self.with_messages, prompt, messages, options)
 
     def one(self, prompt: Any, sampling: SamplingParams | None, options: dict[str, Any]) -> GenerateRequest:
         """The request of one prompt, checked as far as that needs no model."""
@@ -78,6 +94,11 @@ class Requests:
         """Send a request and wait until the server has accepted it, with `wait` also for room in its queue."""
         return self.start(request, keep_events=keep_events, wait=wait).result()
 
+    async def aadmit(self, request: GenerateRequest, *, keep_events: bool = False, wait: bool = False) -> Handle:
+        """`admit` for an event loop."""
+        return await self.start(request, keep_events=keep_events, wait=wait).aresult()
+
     def start(self, request: GenerateRequest, *, keep_events: bool = False, wait: bool = False) -> Starting:
         """`admit`, without waiting."""
-        return Starting(self._connection, request, keep_events=keep_events, wait=wait)
+        check = None if self._fingerprint is None else partial(self._tokenizer.check, self._fingerprint)
+        return Starting(self._connection, request, keep_events=keep_events, wait=wait, check=check)

@@ -1,11 +1,13 @@
 """`OpenEngineServicer`: the contract's service over an `Engine`: convert in, one call, convert out.
 
 Owns the acceptance boundary: what a call raises before it was accepted is a gRPC status, what happens later is one
-terminal `EngineError`. Does not own policy: the engine judges every request.
+terminal `EngineError`. Does not own policy (the engine judges every request), nor the form of refusals and the limits of
+calls and messages (calls.py).
 
     Generate      worker thread: convert, validate, tokenize, submit ──▶ event loop: one message per event
     Embed, …      worker thread: as above ──▶ event loop: wait ──▶ worker thread: convert
     subscriptions headers at acceptance ──▶ events until the client, the engine or the subscription ends
+    Health        in the event loop: a probe ends with the call that asked for it
     Drain         a thread of its own: a drain that was promised goes on when its reader leaves
 
 A client that cancels, vanishes or runs into its deadline cancels the handler's task, and that ends the request.
@@ -14,112 +16,58 @@ A client that cancels, vanishes or runs into its deadline cancels the handler's 
 from __future__ import annotations
 
 import asyncio
-import functools
+import contextlib
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
-import grpc
 from google.protobuf.message import Message
 
 from openengine import (
     CandidateTokenSelection,
+    ClassifyRequest,
     DrainResponse,
+    EmbedRequest,
     Engine,
     GenerateRequest,
     Handle,
     InternalError,
     InvalidArgument,
     OpenEngineError,
+    ScoreRequest,
     TaskHandle,
+    TaskUsage,
 )
 from openengine.rpc import openengine_pb2 as pb
 from openengine.rpc import openengine_pb2_grpc
+from openengine.rpc.calls import Context, MessageLimit, WorkLimit, refuse_errors
 from openengine.rpc.convert import (
     arguments,
     from_proto,
     generate_error,
-    generate_response,
     kv_events_response,
     runtime_events_response,
     stream_error,
     to_proto,
 )
-from openengine.rpc.errors import ACCEPTED_HEADERS, ERROR_TRAILER, status_of, to_engine_error
-from openengine.rpc.metrics import Metrics, RequestMetrics
+from openengine.rpc.errors import ACCEPTED_HEADERS
+from openengine.rpc.metrics import Metrics, RequestMetrics, usage_of
+from openengine.rpc.workers import Workers
 
-__all__ = ["OpenEngineServicer", "Unreadable", "in_thread", "refuse_errors"]
+__all__ = ["OpenEngineServicer"]
 
 _log = logging.getLogger("openengine.rpc")
-_T = TypeVar("_T")
 _H = TypeVar("_H", Handle, TaskHandle)
-_MAX_STATUS_CHARS = 600  # gRPC drops a status whose headers exceed 8 KiB, and a character may take nine bytes of them
-_CANDIDATE_BYTES = 32  # of one candidate in a message, at the least
+_NUM_SUBMITTING = 8  # each may keep the memory of the largest prompt it has tokenized
+_NUM_ANSWERING = 2
+# In a message, on average. A token or candidate is its id, a double, a rank, tags and lengths, and its text.
+_ENTRY_BYTES = 32
 _VALUE_BYTES = 4  # of one value of a tensor
-
-Context = grpc.aio.ServicerContext
-
-
-@dataclass(frozen=True, slots=True)
-class Unreadable:
-    """In place of a request whose bytes are no message."""
-
-    problem: str
-
-
-def refuse_errors(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Answer what `method` raises with a gRPC status. A method that has answered already handles its errors itself."""
-
-    @functools.wraps(method)
-    async def call(self: Any, request: Message | Unreadable, context: Context) -> Any:
-        if isinstance(request, Unreadable):
-            work = _refuse(context, InvalidArgument(f"the request is no message: {request.problem}"))
-        else:
-            work = _answer(method, method(self, request, context), context)
-        # gRPC keeps the frames of a refused call until the next collection of garbage: they should hold no prompt.
-        del request
-        try:
-            return await work
-        except grpc.aio.InternalError as exc:
-            # What cannot be sent any more belongs to a client that has gone; gRPC tells its task so a moment later.
-            _log.debug("%s: the client has gone: %r", method.__name__, exc)
-            raise asyncio.CancelledError from exc
-
-    return call
-
-
-async def _answer(method: Callable[..., Any], work: Awaitable[Any], context: Context) -> Any:
-    try:
-        return await work
-    except OpenEngineError as exc:
-        await _refuse(context, exc.with_traceback(None))
-    except (asyncio.CancelledError, grpc.aio.AbortError, grpc.aio.InternalError):
-        raise
-    except Exception as exc:
-        _log.exception("%s failed", method.__name__)
-        await _refuse(context, InternalError(f"{type(exc).__name__}: {exc}"))
-
-
-async def _refuse(context: Context, error: OpenEngineError) -> NoReturn:
-    message = error.message
-    if len(message) > _MAX_STATUS_CHARS:
-        message = f"{message[:_MAX_STATUS_CHARS]}…"
-    content = to_engine_error(error)
-    content.message = message
-    trailer = ((ERROR_TRAILER, content.SerializeToString()),)
-    await context.abort(getattr(grpc.StatusCode, status_of(error)), message, trailer)
-
-
-async def in_thread(pool: ThreadPoolExecutor | None, function: Callable[..., _T], *args: Any) -> _T:
-    """Run what may take long away from the event loop; without a pool in the event loop's own."""
-    return await asyncio.get_running_loop().run_in_executor(pool, functools.partial(function, *args))
 
 
 class OpenEngineServicer(openengine_pb2_grpc.OpenEngineServicer):
-    """Serves `engine`. `threads` run what blocks; `max_message_bytes` bounds what a response may need.
+    """Serves `engine` within the limits `work` and `messages`.
 
     `on_stop_accepting` is called, in the event loop, when a drain has made the engine refuse new requests.
     """
@@ -127,79 +75,115 @@ class OpenEngineServicer(openengine_pb2_grpc.OpenEngineServicer):
     def __init__(
         self,
         engine: Engine,
-        threads: ThreadPoolExecutor,
+        work: WorkLimit,
+        messages: MessageLimit,
         *,
-        max_message_bytes: int,
         metrics: Metrics | None = None,
         on_stop_accepting: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._engine = engine
-        self._threads = threads
-        self._max_message_bytes = max_message_bytes
+        self._work = work
+        self._messages = messages
         self._metrics = metrics
         self._on_stop_accepting = on_stop_accepting
+        self._submitting = Workers(_NUM_SUBMITTING, "openengine-submit")
+        self._answering = Workers(_NUM_ANSWERING, "openengine-answer")
+
+    def close(self) -> None:
+        """End the threads."""
+        self._submitting.close()
+        self._answering.close()
 
     # ---- inference -------------------------------------------------------------------------------
 
     @refuse_errors
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
-        handle = await self._accept(request)
+        handle = await self._accept(self._start_generating(request))
         meter = RequestMetrics(self._metrics)
+        how = "DISCONNECTED"
         try:
             await context.send_initial_metadata(ACCEPTED_HEADERS)
-            while True:
-                try:
-                    event = await handle.anext_event()
-                except OpenEngineError as exc:
-                    meter.end(exc.code, handle.usage)
-                    await context.write(generate_error(handle.request_id, exc, handle.usage))
-                    return
-                if event is None:
-                    return
+            while (event := await handle.anext_event()) is not None:
                 meter.see(event)
-                await context.write(generate_response(handle.request_id, event))
+                for response in self._messages.responses(handle.request_id, event):
+                    await context.write(response)
+        except OpenEngineError as exc:
+            how = exc.code
+            handle.cancel()  # it may be only this answer that cannot be sent
+            with contextlib.suppress(OpenEngineError):
+                await handle.aresult()
+            await context.write(generate_error(handle.request_id, exc, usage_of(handle)))
         finally:
             handle.cancel()
-            meter.end("DISCONNECTED")
+            meter.end_with(handle, how)
 
-    async def _accept(self, request: pb.GenerateRequest) -> Handle:
+    async def _accept(self, start: Awaitable[_H]) -> _H:
+        """What `start` accepts. What it refuses is counted, and nothing else is."""
         try:
-            if request.HasField("guided"):  # no thread of the few waits for a guide to be compiled
-                return await self._engine.asubmit(await in_thread(self._threads, self._read, request))
-            return await self._submit_in_thread(self._submit, request)
+            return await start
         except OpenEngineError as exc:
-            RequestMetrics(self._metrics).end(exc.code)
+            if self._metrics is not None:
+                self._metrics.refuse(exc.code)
             raise
 
-    async def _submit_in_thread(self, submit: Callable[[Message], _H], request: Message) -> _H:
-        """Submit in a worker thread. A client that leaves meanwhile has its request cancelled as soon as it exists."""
-        future = self._threads.submit(submit, request)
-        try:
-            return await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            future.add_done_callback(_cancel_late)
-            raise
-        finally:
-            # An error refers to this frame: with the future in it, a refused prompt would stay until the next collection.
-            del future
+    async def _start_generating(self, request: pb.GenerateRequest) -> Handle:
+        self._enter()
+        if request.HasField("guided"):  # no thread of the few waits for a guide to be compiled
+            return await self._engine.asubmit(await self._submitting.run(self._read, request))
+        return await self._submitting.run(self._submit, request, when_left=Handle.cancel)
+
+    def _enter(self) -> None:
+        self._engine.check_accepting()  # a draining engine says so before anything else
+        self._work.enter()
 
     def _submit(self, message: pb.GenerateRequest) -> Handle:
         return self._engine.submit(self._read(message))
 
     def _read(self, message: pb.GenerateRequest) -> GenerateRequest:
         self._engine.check_accepting()
-        request = from_proto(message)
+        try:
+            request = from_proto(message)
+            # Of most vocabularies the engine tells by the length alone that a prompt cannot fit, and says more of it.
+            if request.prompt and not self._engine.tokenizer_service.fewest_tokens(request.prompt):
+                self._check_texts([("prompt", request.prompt)])
+        except InvalidArgument:
+            names = pb.GenerateRequest(request_id=message.request_id, model=message.model)
+            self._check_names(names, self._engine.submit)
+            raise
         self._check_response_size(request)
         return request
+
+    def _check_names(self, names: Message, judge: Callable[[Any], object]) -> None:
+        """Raises what comes before a field that is wrong: names that are missing or unknown, then what the model cannot do.
+
+        `names` is a request with nothing else in it, for which `judge` raises that or that it is empty.
+        """
+        try:
+            judge(from_proto(names))
+        except InvalidArgument as exc:
+            if exc.details.get("field"):
+                raise
+
+    def _check_texts(self, texts: Iterable[tuple[str, str | None]]) -> None:
+        """A text that cannot fit is refused without tokenizing it, which takes a thread's time and much memory."""
+        for name, text in texts:
+            if text is not None:
+                self._engine.tokenizer_service.check_text(text, name)
 
     def _check_response_size(self, request: GenerateRequest) -> None:
         """The candidates of a prompt come in one message, those of an output token in another."""
         response = request.response
         if response.output_candidates is not None:
-            self._check_message("output_candidates", response.output_candidates, 1)
-        if response.prompt_candidates is not None and self._width(response.prompt_candidates) > 1:
-            num_scored = self._num_prompt_tokens(request) - (response.prompt_logprob_start or 0)
-            self._check_message("prompt_candidates", response.prompt_candidates, num_scored)
+            self._check_estimate("output_candidates", response.output_candidates, 1)
+        candidates = response.prompt_candidates
+        if candidates is None and not response.return_prompt_logprobs:
+            return
+        entries, start = 1 + self._width(candidates), response.prompt_logprob_start or 0
+        most = len(request.token_ids) if request.token_ids is not None else len((request.prompt or "").encode()) + 1
+        if most * entries * _ENTRY_BYTES > self._messages.max_bytes:  # else there is no need to tokenize
+            num_tokens = self._num_prompt_tokens(request)
+            name = "return_prompt_logprobs" if candidates is None else "prompt_candidates"
+            self._check_estimate(name, candidates, num_tokens - start, num_tokens)
 
     def _num_prompt_tokens(self, request: GenerateRequest) -> int:
         if request.token_ids is not None:
@@ -211,15 +195,21 @@ class OpenEngineServicer(openengine_pb2_grpc.OpenEngineServicer):
             0 if self._engine.tokenizer_service.fewest_tokens(prompt) >= limit else len(self._engine.tokenize(prompt))
         )
 
-    def _check_message(self, name: str, selection: CandidateTokenSelection, num_positions: int) -> None:
-        num_bytes = self._width(selection) * num_positions * _CANDIDATE_BYTES
-        if num_bytes > self._max_message_bytes:
+    def _check_estimate(
+        self, name: str, selection: CandidateTokenSelection | None, num_positions: int, num_tokens: int = 1
+    ) -> None:
+        width = self._width(selection)
+        num_bytes = (width * num_positions + num_tokens) * _ENTRY_BYTES
+        if num_bytes > self._messages.max_bytes:
             raise InvalidArgument(
-                f"{name}: {self._width(selection)} candidates at {num_positions} positions make a message of some {num_bytes} "
-                f"bytes, the limit is {self._max_message_bytes}; ask for fewer, or start the server with a larger limit"
+                f"{name}: {width} candidates at {num_positions} positions of {num_tokens} tokens make a message of some "
+                f"{num_bytes} bytes, the limit is {self._messages.max_bytes}; ask for fewer, or start the server with a larger "
+                "limit"
             )
 
-    def _width(self, selection: CandidateTokenSelection) -> int:
+    def _width(self, selection: CandidateTokenSelection | None) -> int:
+        if selection is None:
+            return 0
         if selection.all is not None:
             return self._engine.tokenizer_service.vocab_size
         return len(selection.token_ids) if selection.token_ids is not None else selection.top_n or 0
@@ -237,33 +227,46 @@ class OpenEngineServicer(openengine_pb2_grpc.OpenEngineServicer):
         return await self._run_task(request)
 
     async def _run_task(self, request: Message) -> Message:
-        """No thread waits while the task runs; those of the pool tokenize before it and convert after it."""
+        """No thread waits while the task runs; those of the pools tokenize before it and convert after it."""
+        handle = await self._accept(self._start_task(request))
         meter = RequestMetrics(self._metrics)
-        handle = None
         try:
-            handle = await self._submit_in_thread(self._submit_task, request)
             await handle.await_end()
-            response = await in_thread(self._threads, handle.result)
-            meter.end_task(response.usage)
-            return await in_thread(self._threads, to_proto, response)
+            message, usage = await self._answering.run(self._task_answer, handle)
+            meter.end_task(usage)
+            return message
         except OpenEngineError as exc:
             meter.end(exc.code)
             raise
         finally:
-            if handle is not None:
-                handle.cancel()
+            handle.cancel()
             meter.end("DISCONNECTED")
 
-    def _submit_task(self, message: Message) -> TaskHandle:
+    async def _start_task(self, request: Message) -> TaskHandle:
+        self._enter()
+        return await self._submitting.run(self._submit_task, request, when_left=TaskHandle.cancel)
+
+    def _submit_task(self, message: Any) -> TaskHandle:
         self._engine.check_accepting()
-        task = self._engine.prepare_task(from_proto(message))
+        try:
+            request = from_proto(message)
+            self._check_texts(_task_texts(request))
+        except InvalidArgument:
+            context = pb.TaskRequestContext(request_id=message.context.request_id, model=message.context.model)
+            self._check_names(type(message)(context=context), self._engine.prepare_task)
+            raise
+        task = self._engine.prepare_task(request)
         num_bytes = _VALUE_BYTES * task.num_values
-        if num_bytes > self._max_message_bytes:
+        if num_bytes > self._messages.max_bytes:
             raise InvalidArgument(
-                f"{task.num_values} values make a message of some {num_bytes} bytes, the limit is {self._max_message_bytes}; "
+                f"{task.num_values} values make a message of some {num_bytes} bytes, the limit is {self._messages.max_bytes}; "
                 "send fewer inputs at a time, or start the server with a larger limit"
             )
         return self._engine.submit_task(task)
+
+    def _task_answer(self, handle: TaskHandle) -> tuple[Message, TaskUsage]:
+        response = handle.result()
+        return self._messages.checked(to_proto(response)), response.usage
 
     # ---- discovery and load ----------------------------------------------------------------------
 
@@ -283,11 +286,7 @@ class OpenEngineServicer(openengine_pb2_grpc.OpenEngineServicer):
 
     @refuse_errors
     async def Health(self, request: pb.HealthRequest, context: Context) -> pb.HealthResponse:
-        options = arguments(from_proto(request))
-        if not request.include_inference_probe:
-            return to_proto(self._engine.health(**options))
-        # A probe waits for the engine, and not in a thread that requests need.
-        return to_proto(await in_thread(None, lambda: self._engine.health(**options)))
+        return to_proto(await self._engine.ahealth(**arguments(from_proto(request))))
 
     @refuse_errors
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
@@ -313,10 +312,7 @@ class OpenEngineServicer(openengine_pb2_grpc.OpenEngineServicer):
     async def LoadLora(self, request: pb.LoadLoraRequest, context: Context) -> pb.LoadLoraResponse:
         self._engine.check_accepting()
         adapter = from_proto(request).adapter
-        load = functools.partial(
-            self._engine.load_lora, adapter.lora_name, adapter.source_path, lora_id=adapter.lora_id
-        )
-        return to_proto(await in_thread(self._threads, load))
+        return to_proto(self._engine.load_lora(adapter.lora_name, adapter.source_path, lora_id=adapter.lora_id))
 
     @refuse_errors
     async def UnloadLora(self, request: pb.UnloadLoraRequest, context: Context) -> pb.UnloadLoraResponse:
@@ -341,23 +337,24 @@ class OpenEngineServicer(openengine_pb2_grpc.OpenEngineServicer):
     @refuse_errors
     async def SubscribeKvEvents(self, request: pb.SubscribeKvEventsRequest, context: Context) -> None:
         events = self._engine.kv_events(**arguments(from_proto(request)))
-        await _follow(events, context, kv_events_response, pb.SubscribeKvEventsResponse)
+        await self._follow(events, context, kv_events_response, pb.SubscribeKvEventsResponse)
 
     @refuse_errors
     async def SubscribeRuntimeEvents(self, request: pb.SubscribeRuntimeEventsRequest, context: Context) -> None:
         events = self._engine.runtime_events(**arguments(from_proto(request)))
-        await _follow(events, context, runtime_events_response, pb.SubscribeRuntimeEventsResponse)
+        await self._follow(events, context, runtime_events_response, pb.SubscribeRuntimeEventsResponse)
 
-
-async def _follow(events: Any, context: Context, response: Callable[[Any], Message], kind: type[Message]) -> None:
-    """Send the events of an accepted subscription until it ends; an error is its last response."""
-    with events:
-        await context.send_initial_metadata(ACCEPTED_HEADERS)
-        try:
-            async for event in events:
-                await context.write(response(event))
-        except OpenEngineError as exc:
-            await context.write(stream_error(kind, exc))
+    async def _follow(
+        self, events: Any, context: Context, response: Callable[[Any], Message], kind: type[Message]
+    ) -> None:
+        """Send the events of an accepted subscription until it ends; an error is its last response."""
+        with events:
+            await context.send_initial_metadata(ACCEPTED_HEADERS)
+            try:
+                async for event in events:
+                    await context.write(self._messages.checked(response(event)))
+            except OpenEngineError as exc:
+                await context.write(stream_error(kind, exc))
 
 
 class _Reports:
@@ -396,6 +393,12 @@ class _Reports:
             pass  # the server's event loop has ended: nobody reads any more
 
 
-def _cancel_late(future: Future[Any]) -> None:
-    if not future.cancelled() and future.exception() is None:
-        future.result().cancel()
+def _task_texts(request: EmbedRequest | ClassifyRequest | ScoreRequest) -> Iterator[tuple[str, str | None]]:
+    """The texts of a request, and where they are."""
+    if not isinstance(request, ScoreRequest):
+        yield from ((f"inputs[{index}].text", item.text) for index, item in enumerate(request.inputs))
+        return
+    for index, group in enumerate(request.groups):
+        yield f"groups[{index}].query.text", group.query and group.query.text
+        for number, item in enumerate(group.candidates):
+            yield f"groups[{index}].candidates[{number}].text", item.text

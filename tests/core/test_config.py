@@ -8,6 +8,7 @@ import pytest
 
 from openengine.core.config import EngineConfig
 from openengine.errors import InvalidArgument, UnsupportedFeature
+from openengine.types import SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -35,6 +36,18 @@ from openengine.errors import InvalidArgument, UnsupportedFeature
         ("kv_memory_fraction", 0),
         ("kv_memory_fraction", "half"),
         ("event_buffer_size", -1),
+        ("event_buffer_size", None),
+        ("event_buffer_size", 5_000_000_000),
+        ("event_buffer_size", 2**63),
+        ("max_model_len", 1),
+        ("served_model_name", ""),
+        ("served_model_name", " "),
+        ("aliases", ("a", "")),
+        ("aliases", ("a\n",)),
+        ("device", ""),
+        ("device", "cpu:7"),
+        ("device", "cuda:"),
+        ("device", "tpu"),
         ("enable_prefix_cache", "yes"),
         ("generation_config", 1),
         ("default_sampling", {"temperature": 1}),
@@ -48,6 +61,11 @@ def test_a_bad_value_is_refused_naming_the_field(name, value):
 def test_more_sequences_than_tokens_in_a_step_are_refused():
     with pytest.raises(InvalidArgument, match=r"max_num_seqs 64 exceeds max_num_batched_tokens 32"):
         EngineConfig("m", max_num_batched_tokens=32)
+
+
+def test_defaults_that_no_request_may_have_are_refused():
+    with pytest.raises(InvalidArgument, match=r"num_sequences 65 exceeds max_num_seqs 64"):
+        EngineConfig("m", default_sampling=SamplingParams(num_sequences=65))
 
 
 @pytest.mark.parametrize("option", [{"role": "prefill"}, {"quantization": "int3"}, {"tensor_parallel_size": 2}])

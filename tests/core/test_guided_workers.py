@@ -73,8 +73,8 @@ def test_closing_refuses_what_runs_and_what_waits_and_ends_idle_threads(release)
 
 def test_the_process_ends_while_a_call_goes_on():
     script = (
-        "import time\nfrom openengine.core.guides.workers import Workers\n"
-        "Workers(1, name='test').submit(time.sleep, 60)\ntime.sleep(0.1)\n"
+        "import time\nfrom openengine.core.guides import workers\nworkers._MAX_EXIT_S = 0.3\n"
+        "workers.Workers(1, name='test').submit(time.sleep, 60)\ntime.sleep(0.1)\n"
     )
     began = time.monotonic()
     assert subprocess.run([sys.executable, "-c", script], check=False, timeout=30).returncode == 0

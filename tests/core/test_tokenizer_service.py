@@ -282,6 +282,14 @@ def test_a_text_over_the_limit_is_invalid(tokenizer):
             call("éé" + "abcde")
 
 
+def test_the_limit_of_a_text_admits_every_prompt_that_fits_and_a_mebibyte(kinds):  # noqa: F811
+    assert service_of(kinds["byte_level"], max_model_len=8).max_input_bytes == 1 << 20
+    for tokenizer in kinds.values():
+        longest = max(tokenizer.all_token_bytes(), key=len)
+        limit = service_of(tokenizer, max_model_len=1 << 20).info().max_input_bytes
+        assert len(longest) << 20 <= limit <= 256 << 20
+
+
 @pytest.mark.parametrize("text", [b"x", 3, "\ud800"])
 def test_a_text_that_is_none_is_invalid(service, text):
     assert status_of(lambda: service.tokenize(text)) == "INVALID_ARGUMENT"

@@ -92,6 +92,34 @@ def test_abt_05_a_finished_request_is_already_finished_however_often(engine):
     assert [engine.abort("x").status for _ in range(3)] == ["already_finished"] * 3
 
 
+def test_abt_05_a_repeated_abort_finds_it_finished_before_the_end_has_come(gated):
+    handles = [gated.submit("abcd", request_id=name, **GREEDY) for name in "abc"]
+    assert gated.gate.entered.wait(20)
+    assert [gated.abort("a").status for _ in range(4)] == ["aborted", *["already_finished"] * 3]
+    assert [gated.abort(all_requests=True).status for _ in range(3)] == ["aborted", *["already_finished"] * 2]
+    assert gated.abort("b").status == "already_finished"
+    with pytest.raises(DuplicateRequest):
+        gated.submit("abcd", request_id="a")
+    gated.gate.opened.set()
+    assert {handle.result(20).finish_reason for handle in handles} == {"cancelled"}
+    again = gated.submit("abcd", request_id="a", max_tokens=1)
+    assert again.result(20).finish_reason == "length" and gated.abort("a").status == "already_finished"
+
+
+def test_r4_what_a_cancelled_request_has_used_is_known_when_it_is_over(gated):
+    gated.gate.opened.set()
+    handle, used = gated.submit("abcd", temperature=0, max_tokens=100, ignore_eos=True), []
+    handle.on_done(lambda: used.append(handle.usage))
+    for _ in range(3):
+        handle.next_event()
+    handle.cancel()
+    result = handle.result(20)
+    assert result.finish_reason == "cancelled" and used == [result.usage] and handle.usage.completion_tokens >= 3
+    assert handle.usage.prompt_tokens == 4
+    whole = gated.submit("abcd", temperature=0, max_tokens=3, ignore_eos=True)
+    assert whole.result(20).usage == whole.usage and whole.usage.completion_tokens == 3
+
+
 def test_abt_05_the_last_1024_ids_are_remembered(engine):
     ids = [f"r{i}" for i in range(1024)]
     engine.generate([GenerateRequest(prompt="a", request_id=i, stopping=StoppingOptions(max_tokens=0)) for i in ids])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -85,7 +86,9 @@ def test_ld_01_02_03_05_load_follows_reality(tmp_path):
         assert idle.instance_id == engine.info().instance_id
         handles = [engine.submit("abcde", **GREEDY) for _ in range(5)]
         assert gate.entered.wait(20)
-        assert engine.load_info().queued_requests == 5, "what was accepted shows at once, although a step runs"
+        busy = engine.load_info()
+        assert busy.running_requests and busy.running_requests + busy.queued_requests == 5, "although a step runs"
+        assert busy.prefill_batch_size == busy.running_requests and busy.waiting_tokens == 5 * busy.queued_requests
         hold = threading.Event()
         original = gate.script
 
@@ -104,6 +107,30 @@ def test_ld_01_02_03_05_load_follows_reality(tmp_path):
         for handle in handles:
             handle.result()
         assert load(engine) == (0, 0, 0)
+
+
+def test_ld_01_02_03_an_idle_engine_has_no_batch_and_its_load_is_of_now(engine):
+    for max_tokens in (1, 5):  # ends by a prompt, and by a step of one token
+        engine.generate("abc", temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        idle = engine.load_info(include_per_rank=True)
+        for info in (idle, *idle.ranks):
+            assert info.running_requests == info.queued_requests == info.used_kv_blocks == 0
+            assert info.prefill_batch_size == info.decode_batch_size == 0
+        assert idle.running_tokens == idle.waiting_tokens == 0
+    times = [time.time_ns(), *(engine.load_info().timestamp_unix_nanos for _ in range(3)), time.time_ns()]
+    assert times == sorted(times), "nothing changes, and that is known now"
+
+
+def test_ld_03_a_cancelled_request_that_never_began_waits_no_more(gated):
+    first = gated.submit("abc", **GREEDY)
+    assert gated.gate.entered.wait(20)
+    others = [gated.submit("abcdef", **GREEDY) for _ in range(3)]
+    assert gated.load_info().waiting_tokens == 18 and gated.load_info().queued_requests == 3
+    for handle in others:
+        handle.cancel()
+    gated.gate.opened.set()
+    assert {handle.result(20).finish_reason for handle in (first, *others)} == {"length", "cancelled"}
+    assert gated.load_info().waiting_tokens == gated.load_info().queued_requests == 0
 
 
 def test_ld_03_whoever_has_the_result_sees_a_load_without_it(engine):

@@ -17,16 +17,32 @@ from tests.scripted import ABC, GREEDY, hashed, letters, scripted_engine
 
 
 def test_smp_01_the_request_comes_before_the_engine_and_that_before_the_checkpoint(tmp_path):
-    config = {"do_sample": True, "temperature": 0.3, "top_k": 7, "top_p": 0.9, "max_new_tokens": 6}
-    default = SamplingParams(temperature=0.5, num_sequences=2)
+    config = {"do_sample": True, "temperature": 0.3, "top_k": 7, "top_p": 0.9}
+    default = SamplingParams(temperature=0.5, num_sequences=1)
     with scripted_engine(tmp_path, hashed(27), ABC, generation_config=config, default_sampling=default) as engine:
-        effective = engine.generate("ab", top_p=0.4)
+        effective = engine.generate("ab", top_p=0.4, max_tokens=6)
         assert effective.sampling == SamplingParams(
             temperature=0.5, top_p=0.4, top_k=7, min_p=0.0, frequency_penalty=0.0, presence_penalty=0.0,
-            repetition_penalty=1.0, num_sequences=2,
+            repetition_penalty=1.0, num_sequences=1,
         )  # fmt: skip
-        assert effective.stopping.max_tokens == 6 and len(effective.outputs) == 2
-        assert engine.generate("ab", temperature=0, num_sequences=1, max_tokens=8).usage.completion_tokens == 8
+        assert engine.generate("ab", temperature=0).sampling.temperature == 0
+
+
+def test_stp_01_04_06_without_max_tokens_the_context_is_the_limit_whatever_a_librarys_default_is(tmp_path):
+    with scripted_engine(tmp_path, hashed(27), ABC, generation_config={"max_new_tokens": 5}, context=40) as engine:
+        assert engine.model_info().max_output_tokens is None
+        for options in ({}, {"min_tokens": 10}):
+            result = engine.generate("ab", ignore_eos=True, **options)
+            assert (len(result.token_ids), result.finish_reason) == (38, "length")
+            assert "context of 40 tokens" in result.outputs[0].message and result.stopping.max_tokens == 38
+        with pytest.raises(InvalidArgument, match="min_tokens 39"):
+            engine.generate("ab", min_tokens=39)
+
+
+@pytest.mark.parametrize("num_sequences", [0, 2, 100, "3"])
+def test_smp_09_a_default_number_of_sequences_is_one(tmp_path, num_sequences):
+    with pytest.raises(InvalidArgument, match=r"default_sampling.*num_sequences"):
+        scripted_engine(tmp_path, hashed(27), ABC, default_sampling=SamplingParams(num_sequences=num_sequences))
 
 
 def test_do_sample_false_in_the_checkpoint_means_greedy_and_leaves_its_other_values_out(tmp_path):
@@ -41,7 +57,7 @@ def test_do_sample_false_in_the_checkpoint_means_greedy_and_leaves_its_other_val
     [
         {"generation_config": {"do_sample": True, "temperature": -1}},
         {"generation_config": {"do_sample": True, "top_p": "high"}},
-        {"generation_config": {"max_new_tokens": -5}},
+        {"generation_config": {"do_sample": True, "repetition_penalty": 0}},
         {"default_sampling": SamplingParams(top_p=2.0)},
         {"default_sampling": {"temperature": 1.0}},
     ],

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import _thread
 import asyncio
 import random
 import resource
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,11 +19,16 @@ from openengine import (
     DuplicateRequest,
     Engine,
     HealthState,
+    InvalidArgument,
+    ModelNotFound,
     PreconditionFailed,
     RequestTooLarge,
     TaskInput,
+    TaskRequestContext,
     TaskValueSemantics,
+    UnsupportedTask,
 )
+from tests.interrupting import interrupted
 from tests.task_models import (
     ENGINE_OPTIONS,
     KINDS,
@@ -80,17 +85,10 @@ def test_an_interrupted_call_leaves_the_engine_usable(models):
     engine = engine_of(models, "embedding")
     texts = texts_of(4000, most=40)
     expected = engine.embed(texts[:3]).numpy()
-    is_over = threading.Event()
-
-    def interrupt() -> None:
-        while not is_over.wait(0.05):  # again where Python could not raise it, as in a destructor
-            _thread.interrupt_main()
-
-    threading.Thread(target=interrupt, daemon=True).start()
-    with pytest.raises(KeyboardInterrupt):
+    steps = engine._loop.num_steps
+    with interrupted(when=lambda: engine._loop.num_steps > steps + 3):
         while True:
             engine.embed(texts)
-    is_over.set()
     wait_until(lambda: is_idle(engine))
     assert np.abs(engine.embed(texts[:3]).numpy() - expected).max() < 1e-5
 
@@ -180,7 +178,46 @@ def test_a_short_request_does_not_wait_for_a_long_one(models):
     wait_until(lambda: is_idle(engine))
 
 
+def test_r4_what_a_cancelled_task_has_brought_is_known_when_it_is_over(models):
+    engine, ended = engine_of(models, "embedding"), threading.Event()
+    whole = engine.submit_task(embed_request(3))
+    assert whole.result().usage == whole.usage
+    handle = engine.submit_task(embed_request(4000))
+    handle.on_done(ended.set)
+    handle.cancel()
+    assert ended.wait(20) and handle.usage.input_tokens >= 4000
+
+
 # ---- the engine around it ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gen_02_18_tsk_02_11_an_unknown_model_is_not_found_before_it_cannot_do_the_task(models, kind):
+    engine = engine_of(models, kind)
+    info, request = engine.model_info(), {"request_id": "x", "model": "other"}
+    calls = {
+        "generate": lambda **names: engine.generate("a", max_tokens=1, **names),
+        "a chat": lambda **names: engine.generate(messages=[{"role": "user", "content": "a"}], max_tokens=1, **names),
+        "agenerate": lambda **names: asyncio.run(engine.agenerate("a", max_tokens=1, **names)),
+        "a guide": lambda **names: asyncio.run(engine.agenerate("a", max_tokens=1, regex="a", **names)),
+        "embed": lambda **names: engine.submit_task(named(embed_request(), **names)).result(),
+        "score": lambda **names: engine.submit_task(named(score_request(["a"]), **names)).result(),
+    }
+    able = {"embed": info.tasks.embed is not None, "score": info.tasks.score is not None}
+
+    def named(task, **names):
+        return replace(task, context=TaskRequestContext(**names))
+
+    for name, call in calls.items():
+        if name == "a chat" and info.generation is not None:
+            continue  # these models have no template, which is told before
+        with pytest.raises(ModelNotFound):
+            call(**request)
+        with pytest.raises(InvalidArgument, match="request_id"):
+            call(**request | {"request_id": ""})
+        if not able.get(name, info.generation is not None):
+            with pytest.raises(UnsupportedTask):
+                call(request_id="x")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -188,13 +225,18 @@ def test_discovery_health_and_load_make_sense_for_every_kind(models, kind):
     engine = engine_of(models, kind)
     info, health = engine.model_info(), engine.health(include_inference_probe=True)
     assert health.state is HealthState.READY and health.checks[-1].state is HealthState.READY
-    assert (info.generation is not None) == (kind == "causal") and info.tasks is not None
+    generates = kind == "causal"
+    assert (info.generation is not None) == generates and info.tasks is not None
+    assert info.supports_text_input is info.supports_token_ids_input is generates, "gen_18, mod_05"
+    assert info.max_output_tokens is None and info.supports_lora is info.supports_multimodal is False
     is_encoder = kind not in ("causal", "decoder_embedding")
     assert (info.kv_block_size is None) == (info.total_kv_blocks is None) == is_encoder
     assert info.max_context_length == (130 if is_encoder and kind not in ("tagger",) else info.max_context_length)
     assert engine.info().attributes["architecture"] and repr(engine)
-    load = engine.load_info()
-    assert load.used_kv_blocks == 0 and (load.total_kv_blocks == 0) == is_encoder
+    load = engine.load_info(include_per_rank=True)
+    assert load.total_kv_blocks == load.ranks[0].total_kv_blocks == info.total_kv_blocks
+    assert {load.used_kv_blocks, load.ranks[0].used_kv_blocks, load.running_tokens} == {None if is_encoder else 0}
+    assert load.running_requests == load.queued_requests == load.waiting_tokens == load.active_kv_sessions == 0
     if is_encoder:
         with pytest.raises(PreconditionFailed):
             engine.kv_events()

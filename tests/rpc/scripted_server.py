@@ -1,4 +1,5 @@
-"""Serves a scripted model, whose first prompt token says what it does: `python -m tests.rpc.scripted_server DIR [OPTION=VALUE]`.
+"""Serves a scripted model, whose first prompt token says what it does: `python -m tests.rpc.scripted_server DIR [OPTION=VALUE]`,
+an option being one of the engine or of the server.
 
 c  counts: the next letter of the alphabet     s  counts, slowly      e  counts three letters, then EOS
 u  "é", whose two bytes are two tokens         n  no numbers          any other: something that depends on all tokens
@@ -50,16 +51,19 @@ def script(history: tuple[int, ...]) -> list[float]:
 
 
 async def main(directory: str, *changes: str) -> None:
-    options = dict(ENGINE)
+    options, server_options = dict(ENGINE), {"port": 0}
     for change in changes:
         name, value = change.split("=", 1)
-        options[name] = json.loads(value)
+        where = server_options if name in ServerOptions.__dataclass_fields__ else options
+        where[name] = json.loads(value)
     engine = scripted_engine(Path(directory), script, VOCABULARY, eos_token_ids=(EOS,), **options)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    server = await serve(engine, ServerOptions(port=0))
+    server = await serve(engine, ServerOptions(**server_options))
     print(f"listening on 127.0.0.1:{server.port}", flush=True)
+    if server.metrics_port is not None:
+        print(f"metrics on http://127.0.0.1:{server.metrics_port}/metrics", file=sys.stderr, flush=True)
     await stop.wait()
     await server.stop(20.0)
 

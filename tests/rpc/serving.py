@@ -151,6 +151,13 @@ def status(call: Callable[[], Any]) -> grpc.StatusCode:
     return caught.value.code()
 
 
+def health_of(channel: grpc.Channel, service: str = "") -> int:
+    """What the standard health service says: 1 is SERVING, 2 NOT_SERVING."""
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    return health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service)).status
+
+
 def load(server: Any) -> pb.LoadInfo:
     return server.stub.GetLoad(pb.GetLoadRequest())
 

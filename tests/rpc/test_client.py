@@ -26,7 +26,7 @@ from openengine import (
 )
 from openengine import EmbedRequest as Embed
 from openengine.rpc import Client
-from openengine.rpc.client import _check_revision
+from openengine.rpc.revision import check_revision
 from tests.rpc.serving import is_idle, load
 from tests.waiting import wait_until
 
@@ -54,9 +54,9 @@ def test_it_has_the_methods_of_an_engine_with_their_parameters():
 )
 def test_eng_12_it_refuses_a_server_outside_its_revisions(client, change):
     info = client.info()
-    _check_revision(info)
+    check_revision(info)
     with pytest.raises(UnsupportedFeature, match="revision"):
-        _check_revision(dataclasses.replace(info, **change))
+        check_revision(dataclasses.replace(info, **change))
 
 
 def test_nobody_listening_is_no_drain():

@@ -167,15 +167,15 @@ def test_rte_05_a_reader_that_falls_behind_is_told_how_many_events_it_lost(tmp_p
                 pb.SubscribeRuntimeEventsRequest(types=[pb.RUNTIME_EVENT_TYPE_FORWARD_PASS])
             )
             slow.initial_metadata()
-            for _ in range(3):
-                run(server.stub, request("c", max_tokens=1500))
+            for _ in range(2):
+                run(server.stub, request("c", max_tokens=1000))
             run(server.stub, request("c", max_tokens=1))
             lost, seen = 0, 0
-            while seen + lost < 3 * 1500 + 1:
+            while seen + lost < 2 * 1000 + 1:
                 event = next(slow).runtime_event
                 lost += int(event.attributes.get("dropped", 0))
                 seen += 1
-            assert lost and event.attributes["step"] == str(3 * 1500), "the newest are kept"
+            assert lost and event.attributes["step"] == str(2 * 1000), "the newest are kept"
             slow.cancel()
 
 

@@ -1,25 +1,19 @@
-"""Abort, drain, shutdown and the server itself: ABT and DRN, kills, TLS, tokens, flags, health, reflection, metrics."""
+"""Abort, drain, shutdown and the server itself: ABT and DRN, kills, health, reflection."""
 
 from __future__ import annotations
 
-import json
-import os
-import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-import urllib.request
 
 import grpc
 import pytest
 
-from openengine import Unauthenticated
-from openengine.rpc import Client, openengine_pb2_grpc
 from openengine.rpc import openengine_pb2 as pb
 from openengine.rpc import tokenizer_pb2 as tok
-from tests.rpc.serving import ROOT, fresh_id, is_idle, load, request, run, running, status
+from tests.rpc.serving import ROOT, health_of, is_idle, load, request, run, running, status
 from tests.waiting import wait_until
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
@@ -27,13 +21,6 @@ NOT_FOUND = grpc.StatusCode.NOT_FOUND
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 ALL = pb.AbortRequest(all_requests=pb.AllRequests())
 STARTED, IN_PROGRESS, COMPLETE = 1, 2, 3
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    from tests.checkpoints import write_checkpoint
-
-    return write_checkpoint(tmp_path_factory.mktemp("tiny"))
 
 
 # ---- ABT -----------------------------------------------------------------------------------------
@@ -241,25 +228,24 @@ def test_garbage_on_the_port_disturbs_nobody(server):
 # ---- health and reflection -----------------------------------------------------------------------
 
 
-def health_of(channel, service=""):
-    from grpc_health.v1 import health_pb2, health_pb2_grpc
-
-    return health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service)).status
-
-
 @pytest.mark.parametrize("service", ["", "openengine.v1.OpenEngine", "openengine.v1.OpenEngineTokenizer"])
 def test_the_standard_health_service_says_serving(server, service):
     assert health_of(server.channel, service) == 1
 
 
-def test_a_generic_client_finds_and_calls_the_service_by_reflection_alone(server):
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+def test_a_generic_client_finds_and_calls_the_service_by_reflection_alone(server, version):
     from google.protobuf import descriptor_pb2, descriptor_pool, json_format, message_factory
-    from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+    from grpc_reflection.v1alpha import reflection_pb2
 
-    reflection = reflection_pb2_grpc.ServerReflectionStub(server.channel)
+    reflection = server.channel.stream_stream(
+        f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+        request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+        response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+    )
 
     def ask(**question):
-        return next(reflection.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(**question)])))
+        return next(reflection(iter([reflection_pb2.ServerReflectionRequest(**question)])))
 
     names = {service.name for service in ask(list_services="").list_services_response.service}
     assert {"openengine.v1.OpenEngine", "openengine.v1.OpenEngineTokenizer", "grpc.health.v1.Health"} <= names
@@ -289,214 +275,3 @@ def test_a_generic_client_finds_and_calls_the_service_by_reflection_alone(server
     call = server.channel.unary_unary("/openengine.v1.OpenEngine/GetModelInfo")
     message = json_format.ParseDict({"model": "scripted"}, ask_kind())
     assert answer_kind.FromString(call(message.SerializeToString())).model_id == "scripted"
-
-
-# ---- python -m openengine.rpc --------------------------------------------------------------------
-
-
-def serve_args(checkpoint, *more):
-    return ("-m", "openengine.rpc", "--model", str(checkpoint), "--port", "0", *more)
-
-
-def certificates(folder):
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
-        + ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", "key.pem", "-out", "cert.pem"],
-        cwd=folder,
-        check=True,
-        capture_output=True,
-    )
-    return folder / "cert.pem", folder / "key.pem"
-
-
-def test_tls_and_token_refuse_who_has_none_and_accept_who_has_both(checkpoint, tmp_path):
-    cert, key = certificates(tmp_path)
-    (tmp_path / "token").write_text("sesame\n")
-    args = ("--tls-cert", str(cert), "--tls-key", str(key), "--token-file", str(tmp_path / "token"))
-    with running(*serve_args(checkpoint, *args)) as server:
-        assert status(lambda: server.stub.GetEngineInfo(pb.GetEngineInfoRequest(), timeout=3)) is not grpc.StatusCode.OK
-        credentials = grpc.ssl_channel_credentials(cert.read_bytes())
-        with grpc.secure_channel(server.target, credentials) as channel:
-            stub = openengine_pb2_grpc.OpenEngineStub(channel)
-            unauthenticated = grpc.StatusCode.UNAUTHENTICATED
-            assert status(lambda: stub.GetEngineInfo(pb.GetEngineInfoRequest())) is unauthenticated
-            for wrong in ("Bearer wrong", "sesame", "Bearer sesame "):
-                metadata = (("authorization", wrong.strip() + "!"),)
-                assert (
-                    status(lambda: stub.GetEngineInfo(pb.GetEngineInfoRequest(), metadata=metadata)) is unauthenticated
-                )
-            assert status(lambda: stub.Generate(request())) is unauthenticated
-            right = (("authorization", "Bearer sesame"),)
-            assert stub.GetEngineInfo(pb.GetEngineInfoRequest(), metadata=right).instance_id
-            assert health_of(channel) == 1, "probes have no place for a token"
-        with pytest.raises(Unauthenticated, match=r"Client\(address, token="):
-            Client(server.target, tls_ca=cert.read_bytes())
-        with Client(server.target, tls_ca=cert.read_bytes(), token="sesame") as client:
-            assert client.info().instance_id
-
-
-def test_mutual_tls_refuses_a_client_without_a_certificate(checkpoint, tmp_path):
-    cert, key = certificates(tmp_path)
-    args = ("--tls-cert", str(cert), "--tls-key", str(key), "--tls-client-ca", str(cert))
-    with running(*serve_args(checkpoint, *args)) as server:
-        ask = pb.GetEngineInfoRequest()
-        with grpc.secure_channel(server.target, grpc.ssl_channel_credentials(cert.read_bytes())) as channel:
-            assert (
-                status(lambda: openengine_pb2_grpc.OpenEngineStub(channel).GetEngineInfo(ask, timeout=3)) is UNAVAILABLE
-            )
-        credentials = grpc.ssl_channel_credentials(cert.read_bytes(), key.read_bytes(), cert.read_bytes())
-        with grpc.secure_channel(server.target, credentials) as channel:
-            assert openengine_pb2_grpc.OpenEngineStub(channel).GetEngineInfo(ask).instance_id
-
-
-def test_flags_names_metrics_logs_and_a_clean_end(checkpoint):
-    args = (
-        "--served-model-name",
-        "served",
-        "--alias",
-        "one",
-        "--alias",
-        "two",
-        "--max-num-seqs",
-        "3",
-        "--metrics-port",
-        "0",
-    )
-    args += ("--host", "0.0.0.0", "--advertise-host", "localhost", "--default-sampling", '{"temperature": 0}')
-    args += ("--max-message-bytes", "65536")
-    with running(*serve_args(checkpoint, *args)) as server:
-        for name in ("served", "one", "two", str(checkpoint)):
-            info = server.stub.GetModelInfo(pb.GetModelInfoRequest(model=name))
-        assert info.served_model_name == "served" and info.max_running_requests == 3
-        (source,) = server.stub.GetKvEventSources(pb.GetKvEventSourcesRequest()).sources
-        assert (source.endpoint_addr.host, source.endpoint_addr.port) == ("localhost", server.port), "KV-20"
-        run(server.stub, request("hello", model="one", max_tokens=3, stopping__ignore_eos=True))
-        lines = [json.loads(line) for line in server.errors]
-        assert {"time", "level", "logger", "message"} <= set(lines[0])
-        address = next(line["message"].split()[-1] for line in lines if "metrics on" in line["message"])
-        text = urllib.request.urlopen(address.replace("0.0.0.0", "127.0.0.1")).read().decode()
-        assert 'openengine_requests_total{end="LENGTH"} 1.0' in text and "openengine_generated_tokens_total 3.0" in text
-        assert "openengine_kv_blocks_used 0.0" in text and "openengine_time_to_first_token_seconds_count 1.0" in text
-        everything = pb.CandidateTokenSelection(all=pb.AllCandidates())
-        wide = {"model": "one", "response__prompt_candidates": everything, "max_tokens": 0}
-        assert status(lambda: server.stub.Generate(request("far too long for one message", **wide))) is INVALID, (
-            "LGP-06"
-        )
-        assert run(server.stub, request([7, 8, 9], **wide)).prompt
-        assert server.stop() == 0
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_signal_exits_at_once(tmp_path_factory, checkpoint, number):
-    with running(*serve_args(checkpoint, "--drain-timeout-s", "60", "--max-model-len", "256")) as server:
-        stop = threading.Event()
-
-        def keep_busy():
-            while not stop.is_set():
-                try:
-                    for _response in server.stub.Generate(
-                        request(
-                            "hello",
-                            model=str(checkpoint),
-                            max_tokens=250,
-                            stopping__ignore_eos=True,
-                            request_id=fresh_id(),
-                        )
-                    ):
-                        pass
-                except grpc.RpcError:
-                    return
-
-        # Enough of them that the drain takes longer than it takes to send the second signal.
-        threads = [threading.Thread(target=keep_busy) for _ in range(32)]
-        for thread in threads:
-            thread.start()
-        wait_until(lambda: load(server).running_requests > 10)
-        server.process.send_signal(number)
-        os.kill(server.process.pid, 0)
-        time.sleep(0.05)
-        server.process.send_signal(number)
-        assert server.process.wait(5) in (0, 1)
-        stop.set()
-        for thread in threads:
-            thread.join()
-
-
-def in_use():
-    taken = socket.socket()
-    taken.bind(("127.0.0.1", 0))
-    taken.listen()
-    return taken
-
-
-@pytest.mark.parametrize(
-    ("args", "says"),
-    [
-        (["--no-such-flag"], "no-such-flag"),
-        (["--max-num-seqs", "0"], "max_num_seqs"),
-        (["--host", "0.0.0.0"], "advertise_host"),
-        (["--tls-cert", "/nowhere.pem"], "/nowhere.pem"),
-        (["--token-file", "/nowhere"], "/nowhere"),
-        (["--default-sampling", "{"], "default-sampling"),
-        (["--model", "/no/such/model"], "/no/such/model"),
-    ],
-)
-def test_what_is_wrong_is_one_line_and_exit_code_2(checkpoint, args, says, capsys):
-    from openengine.rpc.__main__ import main
-
-    try:
-        code = main(["--model", str(checkpoint), "--port", "0", "--log-level", "error", *args])
-    except SystemExit as exc:
-        code = exc.code
-    line = capsys.readouterr().err
-    assert code == 2 and line.count("\n") == 1 and says in line
-
-
-def test_a_port_in_use_is_one_line_and_exit_code_2(checkpoint, capsys):
-    from openengine.rpc.__main__ import main
-
-    with in_use() as taken:
-        assert main(["--model", str(checkpoint), "--port", str(taken.getsockname()[1]), "--log-level", "error"]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_every_field_of_engine_config_is_a_flag(checkpoint):
-    from openengine import EngineConfig
-    from openengine.rpc.__main__ import _engine_options, _parser
-
-    args = _parser().parse_args(["--model", str(checkpoint)])
-    assert EngineConfig(str(checkpoint), **_engine_options(args)) == EngineConfig(str(checkpoint))
-
-
-_SLOW_TO_LOAD = """
-import sys, time
-import openengine.loading, openengine.engine
-def load(config, progress):
-    print("loading", flush=True)
-    time.sleep(60)
-openengine.engine.load = load
-from openengine.rpc.__main__ import main
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_while_the_model_loads_ends_the_process_at_once(checkpoint, number):
-    args = [sys.executable, "-c", _SLOW_TO_LOAD, "--model", str(checkpoint), "--port", "0"]
-    process = subprocess.Popen(args, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "loading\n"
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=5)
-    assert process.returncode == 0
-    assert errors == f"openengine.rpc: stopped by {number.name} before it was ready\n"
-
-
-def test_a_signal_while_imports_run_ends_the_process_at_once(checkpoint):
-    args = [sys.executable, "-v", "-m", "openengine.rpc", "--model", str(checkpoint), "--port", "0"]
-    process = subprocess.Popen(args, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    for line in process.stderr:  # what -v tells of every import
-        if "import 'torch" in line:
-            break
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=10)
-    assert process.returncode == 0 and "before it was ready" in errors and "Traceback" not in errors

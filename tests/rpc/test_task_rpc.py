@@ -123,9 +123,38 @@ def test_tsk_11_cap_02_other_tasks_are_a_failed_precondition(task_servers, kind)
 
 @pytest.mark.parametrize("kind", ["embedding", "classifier", "cross"])
 def test_gen_18_a_model_that_does_not_generate_says_so(task_servers, kind):
-    assert not task_servers[kind].stub.GetModelInfo(pb.GetModelInfoRequest(model="tiny")).HasField("generation")
-    request = pb.GenerateRequest(request_id=fresh_id(), model="tiny", prompt="a")
-    assert status(lambda: list(task_servers[kind].stub.Generate(request))) is PRECOND
+    stub = task_servers[kind].stub
+    info = stub.GetModelInfo(pb.GetModelInfoRequest(model="tiny"))
+    assert not info.HasField("generation") and not info.HasField("max_output_tokens")
+    for name in ("supports_text_input", "supports_token_ids_input"):
+        assert info.HasField(name) and not getattr(info, name), "of generations; the task's input_types are its own"
+
+
+@pytest.mark.parametrize("kind", ["embedding", "classifier", "cross"])
+@pytest.mark.parametrize("input_", [{"prompt": "a"}, {"token_ids": pb.TokenIds(ids=[5])}], ids=["text", "ids"])
+def test_gen_01_02_18_what_a_generation_names_is_judged_before_the_task(task_servers, kind, input_):
+    def refused_with(**names):
+        request = pb.GenerateRequest(**input_, **{"request_id": fresh_id(), "model": "tiny", **names})
+        return status(lambda: list(task_servers[kind].stub.Generate(request)))
+
+    assert refused_with() is PRECOND
+    assert refused_with(model="nobody") is NOT_FOUND
+    assert refused_with(model="nobody", request_id="") is refused_with(model="") is INVALID
+
+
+@pytest.mark.parametrize("kind", ["embedding", "classifier", "cross"])
+def test_eng_08_ld_01_03_a_model_without_a_kv_cache_reports_none(task_servers, kind):
+    stub = task_servers[kind].stub
+    info, load = (
+        stub.GetModelInfo(pb.GetModelInfoRequest(model="tiny")),
+        stub.GetLoad(pb.GetLoadRequest(include_per_rank=True)),
+    )
+    assert not info.HasField("kv_block_size") and not info.HasField("total_kv_blocks")
+    for part in (load, *load.ranks):
+        assert not part.HasField("used_kv_blocks") and not part.HasField("total_kv_blocks")
+        for name in ("running_requests", "queued_requests", "prefill_batch_size", "decode_batch_size"):
+            assert part.HasField(name) and getattr(part, name) == 0
+    assert not load.HasField("running_tokens") and load.HasField("waiting_tokens") and len(load.ranks) == 1
 
 
 def test_tsk_12_scr_17_more_items_than_advertised_are_refused(task_servers):
