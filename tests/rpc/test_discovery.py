@@ -237,7 +237,7 @@ def test_rte_01_unknown_types_are_refused(stub, bad):
 
 def test_rte_01_to_04_events_of_a_generation(stub):
     call = runtime(stub)
-    run(stub, request("runtime", max_tokens=5))
+    run(stub, request("runtime", max_tokens=5, stopping__ignore_eos=True))
     seen, events = set(), []
     while not {1, 2, 3} <= seen or len(events) < 9:
         event = next(call).runtime_event
