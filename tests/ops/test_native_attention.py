@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -144,6 +145,33 @@ def test_a_prompt_in_chunks_is_the_prompt_at_once_to_the_last_bit(level, dtype):
 
     whole = attend(0, 300)
     assert torch.equal(torch.cat([attend(0, 17), attend(17, 150), attend(150, 300)]), whole)
+
+
+@EVERY_LEVEL
+@DTYPES
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (70, None), (300, 5.0)])
+def test_a_query_alone_gives_what_it_gives_among_others_to_the_last_bit(level, dtype, window, softcap):
+    # Decoding, jumping over forced tokens and computing again after a preemption must agree.
+    length, num_last = 1100, 40
+    options = {"dtype": dtype, "window": window, "softcap": softcap}
+    together = Sequences([num_last], [length], **options).attend(NativeAttention(dtype, level=level), 32)
+    prefix = Sequences([1], [length], **options)
+    q, k, v = prefix.tensors()[0]
+    alone = [
+        _Part([1], [end], parts=(q[:end], k[:end], v[:end]), **options).attend(NativeAttention(dtype, level=level), 32)
+        for end in range(length - num_last + 1, length + 1)
+    ]
+    assert torch.equal(torch.cat(alone), together)
+
+
+@dataclass(frozen=True)
+class _Part(Sequences):
+    """One sequence of given q, k and v."""
+
+    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+
+    def tensors(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        return [self.parts]
 
 
 @EVERY_LEVEL

@@ -9,14 +9,14 @@
 //
 // Work is cut into items: the queries of up to ROWS rows (a row is one query token and one head of the group) of one
 // KV head. Keys are taken in chunks; each chunk has its own softmax, and chunks are merged in order. Which keys make
-// up a chunk depends on the sequence alone, so results do not depend on the batch, the threads or how work is cut.
+// up a chunk depends on their positions alone, so results do not depend on the batch, the threads, how work is cut, or
+// how many queries of the sequence are computed in one step.
 
 #include "attention_chunk.h"
 
 namespace {
 
 constexpr int ROWS = 96;            // of an item, at most
-constexpr int PREFILL_CHUNK = 256;  // keys, so that a chunk's keys and values stay close to the core
 constexpr int SMALL = 16384;        // products below which waking the threads costs more than they save
 
 OE_INLINE int group_of(const AttentionStep& step) { return step.num_heads / step.num_kv_heads; }
@@ -114,29 +114,27 @@ static void write_out(const AttentionLayer& layer, const State& state, int token
 
 // ---- items ----
 
-// What an item reads: keys [begin, end) in chunks of `size`, for queries from `position` on.
+// What an item reads: keys [begin, end), for queries from `position` on. Chunks end at multiples of CHUNK.
 struct Span {
-    int position, begin, end, size;
+    int position, begin, end;
 };
 
-// What one query reads: enough chunks to share them out, few enough to merge them.
-static Span span_of_query(int position, int window) {
-    const int begin = window ? max_of(0, position - window + 1) / TILE * TILE : 0, end = position + 1;
-    return {position, begin, end, min_of(CHUNK_MAX, up_to((end - begin + 7) / 8, 64))};
+OE_INLINE int chunk_end(int base) { return (base / CHUNK + 1) * CHUNK; }
+OE_INLINE int chunks_of(const Span& span) { return (span.end - 1) / CHUNK - span.begin / CHUNK + 1; }
+
+static Span span_of_queries(int position, int num_tokens, int window) {
+    return {position, window ? max_of(0, position - window + 1) / TILE * TILE : 0, position + num_tokens};
 }
 
 static Span span_of(const AttentionLayer& layer, const AttentionItem& item) {
     const AttentionStep& step = *layer.step;
-    const int query_len = step.query_starts[item.seq + 1] - step.query_starts[item.seq], window = layer.plan->window;
+    const int query_len = step.query_starts[item.seq + 1] - step.query_starts[item.seq];
     const int position = step.context_lens[item.seq] - query_len + item.token;
-    if (query_len > 1) {
-        const int begin = window ? max_of(0, position - window + 1) / PREFILL_CHUNK * PREFILL_CHUNK : 0;
-        return {position, begin, position + item.num_tokens, PREFILL_CHUNK};
-    }
-    Span span = span_of_query(position, window);
+    Span span = span_of_queries(position, item.num_tokens, layer.plan->window);
     if (item.chunk >= 0) {
-        span.begin += item.chunk * span.size;
-        span.end = min_of(span.end, span.begin + span.size);
+        const int first = (span.begin / CHUNK + item.chunk) * CHUNK;
+        span.begin = max_of(span.begin, first);
+        span.end = min_of(span.end, first + CHUNK);
     }
     return span;
 }
@@ -146,7 +144,7 @@ template <class T>
 static void list(const AttentionLayer& layer, const AttentionItem& item, const Span& span, int base, Chunk& chunk) {
     const AttentionStep& step = *layer.step;
     chunk.base = base;
-    chunk.count = min_of(span.size, span.end - base);
+    chunk.count = min_of(chunk_end(base), span.end) - base;
     const int32_t* block = step.block_tables + (long)item.seq * step.table_stride + base / step.block_size;
     int offset = base % step.block_size;
     for (int i = 0; i * TILE < chunk.count; i++) {
@@ -187,11 +185,11 @@ static void attend_item(const AttentionLayer& layer, int index, char* scratch, f
     Chunk chunks[2];
     int now = 0;
     list<T>(layer, item, span, span.begin, chunks[0]);
-    for (int base = span.begin; base < span.end; base += span.size, now ^= 1) {
-        const bool is_last = base + span.size >= span.end, has_next = !is_last || index + 1 < layer.plan->num_items;
+    for (int base = span.begin; base < span.end; base = chunk_end(base), now ^= 1) {
+        const bool is_last = chunk_end(base) >= span.end, has_next = !is_last || index + 1 < layer.plan->num_items;
         Chunk& next = chunks[now ^ 1];
         if (!is_last) {
-            list<T>(layer, item, span, base + span.size, next);
+            list<T>(layer, item, span, chunk_end(base), next);
         } else if (has_next) {
             const Span after = span_of(layer, (&item)[1]);
             list<T>(layer, (&item)[1], after, after.begin, next);
@@ -259,18 +257,18 @@ OE_EXPORT(attention_plan)(const AttentionStep* batch, AttentionPlan* plan) {
     for (int seq = 0; seq < step.num_seqs; seq++) {
         const int query_len = step.query_starts[seq + 1] - step.query_starts[seq];
         const int64_t times = (query_len + tokens - 1) / tokens * step.num_kv_heads;
-        const Span first = span_of_query(step.context_lens[seq] - query_len, plan->window);
+        const Span first = span_of_queries(step.context_lens[seq] - query_len, 1, plan->window);
         cost += times * (step.context_lens[seq] - first.begin);
     }
     int num_items = 0, num_merges = 0, num_partials = 0;
     // The largest items first: prompts, which a batch has last, and of each the last queries.
     for (int seq = step.num_seqs - 1; seq >= 0; seq--) {
         const int query_len = step.query_starts[seq + 1] - step.query_starts[seq];
-        const Span span = span_of_query(step.context_lens[seq] - 1, plan->window);
+        const Span span = span_of_queries(step.context_lens[seq] - 1, 1, plan->window);
         const int64_t keys = span.end - span.begin;
         // One query is split if its keys are more than half of what a thread is to read.
-        const bool is_split = query_len == 1 && keys > span.size && keys * step.num_threads * 2 > cost;
-        const int chunks = is_split ? int((keys + span.size - 1) / span.size) : 0;
+        const bool is_split = query_len == 1 && chunks_of(span) > 1 && keys * step.num_threads * 2 > cost;
+        const int chunks = is_split ? chunks_of(span) : 0;
         for (int token = (query_len - 1) / tokens * tokens; token >= 0; token -= tokens)
             for (int head = 0; head < step.num_kv_heads; head++) {
                 const int count = min_of(tokens, query_len - token);

@@ -11,13 +11,13 @@
 namespace {
 
 constexpr int TILE = 16;        // tokens
-constexpr int CHUNK_MAX = 512;  // keys
+constexpr int CHUNK = 256;      // keys, so that those of a chunk and their values stay close to the core
 constexpr int HEAD_DIM_MAX = 256;
 // Rows of a register block and vectors of sums: as many as there are registers for.
 constexpr int R_MAX = LANES == 16 ? 8 : 4, MAX_SUMS = LANES == 16 ? 16 : 8;
 // Elements between rows of the workspace: constants, so that all rows have one base, and no power of two, so that they
 // do not compete for the same lines of the cache.
-constexpr int Q_STRIDE = HEAD_DIM_MAX + 16, P_STRIDE = CHUNK_MAX + 16;
+constexpr int Q_STRIDE = HEAD_DIM_MAX + 16, P_STRIDE = CHUNK + 16;
 
 // ---- the two cache types: how a unit is multiplied ----
 
@@ -189,8 +189,8 @@ OE_INLINE void exponentiate(const float* scores, Factor* p, int width, float sca
 // ---- a block of rows and a chunk of keys ----
 
 struct Chunk {
-    const uint32_t* keys[CHUNK_MAX / TILE];
-    const uint32_t* values[CHUNK_MAX / TILE];
+    const uint32_t* keys[CHUNK / TILE];
+    const uint32_t* values[CHUNK / TILE];
     int base;   // position of the first key
     int count;  // keys
 };
