@@ -296,12 +296,13 @@ def _guide(options: dict[str, Any]) -> GuidedDecoding | None:
     if name == "grammar":
         return GuidedDecoding(ebnf_grammar=value)
     if name == "choice":
-        if isinstance(value, str) or any(not isinstance(text, str) for text in _several("choice", {name: value}, str)):
+        choices = _several("choice", {name: value}, str)
+        if isinstance(value, str) or any(not isinstance(text, str) for text in choices):
             raise InvalidArgument(
                 f"choice must be a list of texts, not {value!r:.80}; for choices of its own for each prompt, make the batch of "
                 "GenerateRequest(prompt=…, guided=engine.compile_guide(choice=[…]))"
             )
-        return GuidedDecoding(choice=ChoiceConstraint(_several("choice", {name: value}, str)))
+        return GuidedDecoding(choice=ChoiceConstraint(choices))
     if name == "json_object":
         return GuidedDecoding(json_object=JsonObjectConstraint())
     if name == "json_schema":

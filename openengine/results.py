@@ -32,6 +32,8 @@ __all__ = [
     "Timing",
 ]
 
+_NUMBER_CHARS = frozenset("0123456789.eE+-")
+
 
 @dataclass(frozen=True, slots=True)
 class Timing:
@@ -75,9 +77,13 @@ class GenerationOutput:
             value = json.loads(text)
         except ValueError:
             raise self._incomplete() from None
+        except RecursionError as exc:
+            raise PreconditionFailed(
+                f"output {self.index} is nested too deeply for json.loads; bound the depth in the schema, or take `text`"
+            ) from exc
         # Digits may go on; any other value is closed by its last character.
-        if self.finish_reason is not FinishReason.STOP and text[-1].isdigit():
-            raise self._incomplete()
+        if text[-1].isdigit() and self._is_cut_within_a_number:
+            raise self._incomplete("more digits could have followed")
         return value if self.guide.output_type is None else self._instance(text)
 
     def _instance(self, text: str) -> Any:
@@ -90,12 +96,25 @@ class GenerationOutput:
                 "its validators ask for in the schema (bounds, pattern, enum), or take json.loads(result.text)"
             ) from exc
 
-    def _incomplete(self) -> IncompleteOutput:
-        cause = f"it ended with {str(self.finish_reason)!r}"
-        if self.finish_reason is FinishReason.LENGTH:
+    @property
+    def _is_cut_within_a_number(self) -> bool:
+        """Whether what ended the output could stand in the place of a number's next character."""
+        if self.finish_reason is not FinishReason.STOP:
+            return True
+        stop = None if self.stop_match is None else self.stop_match.stop_text
+        return bool(stop) and stop[0] in _NUMBER_CHARS
+
+    def _incomplete(self, cause: str = "") -> IncompleteOutput:
+        if cause:
+            cause = (
+                f"it ended with {str(self.finish_reason)!r}, and {cause}; raise max_tokens or leave out the stop text"
+            )
+        elif self.finish_reason is FinishReason.LENGTH:
             cause = f"{self.message or 'a limit was reached'}; raise max_tokens"
         elif self.stop_match is not None and self.stop_match.stop_text is not None:
             cause = f"the stop text {self.stop_match.stop_text!r:.80} ended it"
+        else:
+            cause = f"it ended with {str(self.finish_reason)!r}"
         return IncompleteOutput(
             f"output {self.index} is no complete JSON: {cause}", text=self.text, finish_reason=self.finish_reason
         )

@@ -220,6 +220,20 @@ def test_parsed_of_a_cut_output_raises_with_the_partial_text(engine):
     assert number.text == "777" and number.to_dict()["parsed"] is None
 
 
+def test_parsed_of_a_number_that_a_stop_text_cut_raises(engine):
+    for options in ({}, {"include_stop_in_output": True}):
+        cut = engine.generate(ids("x"), json_schema='{"const": 12345}', stop="3", **options)
+        with pytest.raises(IncompleteOutput, match="more digits"):
+            cut.parsed
+    closed = engine.generate(ids("x"), json_schema='{"enum": [[1], [2]]}', stop="]", include_stop_in_output=True)
+    assert closed.parsed in ([1], [2])
+
+
+def test_choices_may_come_from_a_generator(engine):
+    result = engine.generate(ids("x"), choice=(text for text in ("yes", "no")))
+    assert result.text in ("yes", "no")
+
+
 def test_a_pydantic_class_is_a_schema_and_parsed_its_instance(engine):
     pydantic = pytest.importorskip("pydantic")
 

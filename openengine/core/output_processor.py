@@ -77,7 +77,7 @@ class OutputProcessor:
                 if match is None and seq.guide_state is not None:
                     try:
                         reason, match = self._follow_guide(seq, info.token_id, reason)
-                    except InternalError as exc:
+                    except OpenEngineError as exc:
                         self.fail(group, exc)
                         continue
             output = stream.take() if reason is None else stream.finish()
@@ -219,7 +219,7 @@ def _why_no_token(seq: Sequence) -> OpenEngineError:
         is_early = seq.num_output < (group.stopping.min_tokens or 0)
         has_token = group.guide.leaves_token(state, min_tokens_left=is_early)
         if state.error is not None:
-            return InternalError(f"the guide cannot be followed any further: {state.error}")
+            return state.exhausted(state.error)
         if not has_token:
             return InvalidArgument(
                 f"the guide and the stop token ids leave no token after {seq.num_output} tokens: all that the guide allows end "

@@ -399,3 +399,28 @@ def test_nine_of_ten_schemas_of_the_maskbench_sample_are_handled_without_a_wrong
     print(f"\nMaskBench sample: {handled} schemas handled, refused by keyword: {dict(refused.most_common())}")
     assert wrong == []
     assert handled >= 0.9 * (handled + refused.total())
+
+
+@pytest.mark.parametrize(
+    ("schema", "keyword"),
+    [
+        ({"type": "integer", "multipleOf": 2, "minimum": 2**53 + 1}, "multipleOf"),
+        ({"type": "integer", "multipleOf": 2, "minimum": 3, "maximum": 12345678901234567890}, "multipleOf"),
+        ({"$schema": "http://json-schema.org/draft-07/schema#", "prefixItems": [{"type": "integer"}]}, "prefixItems"),
+        ({"$schema": "http://json-schema.org/draft-06/schema#", "if": {"minimum": 1}, "then": False}, "if"),
+        ({"$schema": "http://json-schema.org/draft-04/schema#", "properties": {"a": {"const": 1}}}, "const"),
+    ],
+)
+def test_what_would_be_read_otherwise_is_refused_by_name(compiler, schema, keyword):
+    with pytest.raises(InvalidArgument, match=keyword):
+        compiler.compile(GuidedDecoding(json_schema=json.dumps(schema)))
+
+
+def test_id_names_a_schema_in_draft_4_only(compiler):
+    schema = {
+        "$defs": {"x": {"type": "integer"}},
+        "properties": {"a": {"id": "some title", "$defs": {"x": {"type": "string"}}, "$ref": "#/$defs/x"}},
+        "additionalProperties": False,
+    }
+    guide = compiler.compile(GuidedDecoding(json_schema=json.dumps(schema)))
+    assert guide.accepts('{"a": 1}') and not guide.accepts('{"a": "x"}')

@@ -158,7 +158,7 @@ class LongestMatch:
         return self._verdicts[key]
 
     def _product(self, part: Language, after: Language, other: Language) -> bool:
-        seen = {(part, other)}
+        seen: set[tuple[Language, Language]] = set()  # without the start: a text that leads back to it is judged too
         pending = [(part, other)]
         is_start = True
         for ours, theirs in pending:

@@ -51,6 +51,7 @@ _MAX_COUNTED = 10_000
 _MAX_NESTED = 200
 _MAX_OPTIONAL = 900  # each is two of the 2000 items that the backend follows at one place of a text
 _MAX_STEP_DIGITS = 9
+_MAX_EXACT = 2**53  # the backend takes the bounds of multiples for floats
 _NOTES = ("$comment", "$defs", "$id", "$schema", "default", "definitions", "description", "examples", "title")
 
 
@@ -230,6 +231,11 @@ class _Writer:
         if len(_digits(wanted.multiple_of)) > _MAX_STEP_DIGITS:
             schema = goal[0][0]
             raise unsupported(schema.at("multipleOf"), "multipleOf", f"it has more than {_MAX_STEP_DIGITS} digits")
+        if any(bound is not None and abs(bound) > _MAX_EXACT for bound in (wanted.low, wanted.high)):
+            schema = goal[0][0]
+            raise unsupported(
+                schema.at("multipleOf"), "multipleOf", f"it cannot be combined with bounds beyond {_MAX_EXACT}"
+            )
         content = [
             f'"type":"{"integer" if wanted.is_integer else "number"}"',
             f'"multipleOf":{_digits(wanted.multiple_of)}',

@@ -23,6 +23,14 @@ TYPES = ("null", "boolean", "number", "string", "array", "object")
 _MAX_DEPTH = 400
 _MAX_NUMBER_CHARS = 1000
 _LEGACY = ("draft-04", "draft-06", "draft-07")
+_DRAFTS = (*_LEGACY, "2019-09", "2020-12")
+# The first draft that knows a keyword; to earlier ones it means nothing.
+_SINCE = {
+    **dict.fromkeys(("const", "contains", "propertyNames"), "draft-06"),
+    **dict.fromkeys(("if", "then", "else"), "draft-07"),
+    **dict.fromkeys(("dependentRequired", "dependentSchemas", "maxContains", "minContains"), "2019-09"),
+    "prefixItems": "2020-12",
+}
 _ONE = ("additionalItems", "additionalProperties", "contains", "else", "if", "not", "propertyNames", "then")
 _MANY = ("allOf", "anyOf", "oneOf", "prefixItems")
 _NAMED = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
@@ -141,7 +149,8 @@ class SchemaDocument:
         self._known: dict[int, Schema] = {}
         self._anchors: dict[str, Schema] = {}
         self._made: dict[Any, Schema] = {}
-        self.is_legacy = self._is_legacy(content)
+        self._draft = _draft_of(content)
+        self.is_legacy = self._draft in _LEGACY
         self.root = self._index(content, "", "")
 
     def child(self, parent: Schema, *path: str | int) -> Schema:
@@ -202,18 +211,6 @@ class SchemaDocument:
             return self.made((path, content), content, path, base)
         return self._known.get(id(content)) or self._index(content, path, base)
 
-    def _is_legacy(self, content: Any) -> bool:
-        dialect = content.get("$schema", "") if isinstance(content, dict) else ""
-        if not isinstance(dialect, str):
-            raise schema_error("/$schema", "$schema", f"must be a string, not {_show(dialect)}")
-        if dialect and "json-schema.org" not in dialect:
-            raise unsupported(
-                "/$schema", "$schema", f"the dialect {_show(dialect)} is not known; use Draft 7 or 2020-12"
-            )
-        if any(f"draft-0{number}" in dialect for number in "123"):
-            raise unsupported("/$schema", "$schema", f"{_show(dialect)} is too old; use Draft 7 or 2020-12")
-        return any(draft in dialect for draft in _LEGACY)
-
     def _index(self, content: dict[str, Any] | bool, pointer: str, base: str) -> Schema:
         """Register a schema and all under it, without recursion: schemas may be deeper than Python's stack."""
         pending = [(content, pointer, base)]
@@ -234,7 +231,7 @@ class SchemaDocument:
         return first
 
     def _register(self, content: dict[str, Any], pointer: str, base: str) -> Schema:
-        own = content.get("$id", content.get("id"))
+        own = content.get("id" if self._draft == "draft-04" else "$id")
         if isinstance(own, str) and not (self.is_legacy and own.startswith("#")) and not _hides_siblings(self, content):
             base = urldefrag(urljoin(base, own))[0]
             schema = Schema(content, pointer, base)
@@ -249,8 +246,31 @@ class SchemaDocument:
             if isinstance(content.get(name), str):
                 self._anchors.setdefault(f"{base}#{content[name]}", schema)
         self._known[id(content)] = schema
+        self._check_draft(schema)
         _check_keywords(schema)
         return schema
+
+    def _check_draft(self, schema: Schema) -> None:
+        """Refuse what the draft that `$schema` names does not know, for its author meant another."""
+        for keyword, first in _SINCE.items():
+            if keyword in schema and _DRAFTS.index(first) > _DRAFTS.index(self._draft):
+                raise unsupported(
+                    schema.at(keyword),
+                    keyword,
+                    f"it means nothing in {self._draft}, which $schema names; name {first} or later, or leave it out",
+                )
+
+
+def _draft_of(content: Any) -> str:
+    """The draft that `$schema` names, one of _DRAFTS; the latest without one."""
+    dialect = content.get("$schema", "") if isinstance(content, dict) else ""
+    if not isinstance(dialect, str):
+        raise schema_error("/$schema", "$schema", f"must be a string, not {_show(dialect)}")
+    if dialect and "json-schema.org" not in dialect:
+        raise unsupported("/$schema", "$schema", f"the dialect {_show(dialect)} is not known; use Draft 7 or 2020-12")
+    if any(f"draft-0{number}" in dialect for number in "123"):
+        raise unsupported("/$schema", "$schema", f"{_show(dialect)} is too old; use Draft 7 or 2020-12")
+    return next((draft for draft in _DRAFTS if draft in dialect), _DRAFTS[-1])
 
 
 def _hides_siblings(document: SchemaDocument, content: dict[str, Any]) -> bool:

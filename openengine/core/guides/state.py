@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 
 from openengine.core.guides.backend import first_line
-from openengine.errors import InternalError
+from openengine.errors import InternalError, InvalidArgument
 
 __all__ = ["GuideState"]
+
+_ILLEGAL = "satisfy the grammar"  # in what the backend says of a token that the guide does not allow
 
 
 class GuideState:
@@ -56,13 +58,28 @@ class GuideState:
         """Whether the output is complete and nothing may be added to it: only an end may be drawn."""
         return self.matcher.is_stopped() and self.matcher.is_accepting()
 
+    @staticmethod
+    def exhausted(error: str) -> InvalidArgument:
+        """What to raise when the backend gives up in the middle of an output."""
+        return InvalidArgument(
+            f"the guide is too ambiguous to be followed any further ({error}): what was written so far may be read in too many "
+            "ways; let alternatives begin with different characters, avoid rules that repeat themselves, or lower max_tokens"
+        )
+
     def accept(self, token: int) -> None:
-        """Take note of a drawn token. Raises InternalError when the guide does not allow it."""
+        """Take note of a drawn token.
+
+        Raises InvalidArgument when the backend cannot follow the guide any further, InternalError when the guide does
+        not allow the token.
+        """
         is_end = token in self._eos_token_ids or token in self._stop_token_ids
         if is_end and self.may_end:
             return
         if is_end or not self.matcher.consume_token(token):
-            self.error = first_line(self.matcher.get_error()) or "it ends the output too early"
+            self.error = first_line(self.matcher.get_error())
+            if self.error and _ILLEGAL not in self.error:
+                raise self.exhausted(self.error)
+            self.error = self.error or "it ends the output too early"
             raise InternalError(f"token {token} is not legal under the guide: {self.error}")
         if self.forced and self.forced[-1] == token:
             self.forced.pop()
