@@ -302,7 +302,8 @@ def test_every_stream_of_a_randomized_run_keeps_the_grammar_and_nothing_is_left(
                     if len(events) == stop_at and fate == "abort":
                         await stub.Abort(pb.AbortRequest(request_id=message.request_id))
             except asyncio.CancelledError:
-                assert fate == "cancel"
+                if fate != "cancel":
+                    raise  # another request failed, and its error is the one to see
                 outcomes["cancelled"] += 1
                 return
             except grpc.RpcError as exc:
@@ -311,6 +312,9 @@ def test_every_stream_of_a_randomized_run_keeps_the_grammar_and_nothing_is_left(
                     assert not events and exc.code().name in ("INVALID_ARGUMENT", "NOT_FOUND", "FAILED_PRECONDITION"), (
                         exc
                     )
+                elif exc.code().name == "RESOURCE_EXHAUSTED":
+                    # The client is done with a cancelled request before the server is: until then it fills the queue.
+                    assert not events and "max_queued_requests" in exc.details(), exc
                 else:
                     assert exc.code().name == {"deadline": "DEADLINE_EXCEEDED", "cancel": "CANCELLED"}.get(fate), exc
                 return
