@@ -83,7 +83,7 @@ def test_every_error_is_of_the_one_tree():
 
 def test_an_unknown_name_raises_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
-        openengine.nonsense  # noqa: B018
+        openengine.nonsense
 
 
 def test_the_version_is_written_once():

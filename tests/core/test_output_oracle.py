@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import itertools
 import time
 
 import pytest
@@ -25,7 +26,7 @@ def _split_text(draw):
     """Random text over a small alphabet, its UTF-8 bytes split at random places; some tokens are special."""
     data = draw(st.text("ab€😀", max_size=14)).encode()
     cuts = sorted(draw(st.sets(st.integers(0, len(data)), max_size=len(data))) | {0, len(data)})
-    tokens: list[bytes] = [data[start:end] for start, end in zip(cuts, cuts[1:])]
+    tokens: list[bytes] = [data[start:end] for start, end in itertools.pairwise(cuts)]
     special = []
     for place in sorted(draw(st.sets(st.integers(0, len(tokens)), max_size=2))):
         tokens.insert(place, b"<p>")

@@ -236,7 +236,7 @@ def test_tok_10_malformed_options_are_invalid(service, options):
     assert status_of(lambda: service.tokenize("x", options)) == "INVALID_ARGUMENT"
 
 
-def test_tok_10_a_normalizer_that_the_vocabulary_needs_cannot_be_turned_off(kinds):  # noqa: F811
+def test_tok_10_a_normalizer_that_the_vocabulary_needs_cannot_be_turned_off(kinds):
     off = TokenizeOptions(normalize=False)
     for name in ("sentencepiece", "gguf_scores"):
         assert status_of(lambda name=name: service_of(kinds[name]).tokenize("x", off)) == "INVALID_ARGUMENT"
@@ -259,7 +259,7 @@ def test_tok_10_normalize_false_leaves_the_characters_as_they_are(tmp_path):
 
 
 @pytest.mark.parametrize("name", REVERSIBLE)
-def test_tok_11_one_span_per_token_in_order_inside_the_text(kinds, name):  # noqa: F811
+def test_tok_11_one_span_per_token_in_order_inside_the_text(kinds, name):
     text = "Grüße 😀 the</s>x"
     answer = service_of(kinds[name]).tokenize(text, return_offsets=True)
     assert len(answer.offsets) == len(answer.token_ids)
@@ -282,7 +282,7 @@ def test_a_text_over_the_limit_is_invalid(tokenizer):
             call("éé" + "abcde")
 
 
-def test_the_limit_of_a_text_admits_every_prompt_that_fits_and_a_mebibyte(kinds):  # noqa: F811
+def test_the_limit_of_a_text_admits_every_prompt_that_fits_and_a_mebibyte(kinds):
     assert service_of(kinds["byte_level"], max_model_len=8).max_input_bytes == 1 << 20
     for tokenizer in kinds.values():
         longest = max(tokenizer.all_token_bytes(), key=len)
@@ -305,7 +305,7 @@ def test_tok_05_no_tokens_are_an_empty_text(service):
 
 @pytest.mark.parametrize("name", REVERSIBLE)
 @pytest.mark.parametrize("text", ["the  quick\n", "Grüße 你好 😀", " x"])
-def test_tok_12_detokenize_undoes_tokenize(kinds, name, text):  # noqa: F811
+def test_tok_12_detokenize_undoes_tokenize(kinds, name, text):
     service = service_of(kinds[name])
     assert service.detokenize(service.tokenize(text).token_ids).text == text
 
@@ -422,7 +422,7 @@ def assert_same_tokenizer(one, other, texts=TEXTS):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_art_08_the_artifacts_rebuild_the_tokenizer(kinds, name, tmp_path):  # noqa: F811
+def test_art_08_the_artifacts_rebuild_the_tokenizer(kinds, name, tmp_path):
     original = kinds[name]
     rebuilt = fetch(service_of(original), tmp_path)
     assert rebuilt.format == original.format
@@ -437,7 +437,7 @@ def test_art_08_rules_of_the_config_are_in_the_artifacts(tmp_path, flags):
 
 
 @pytest.mark.parametrize("legacy", [True, False])
-def test_art_08_sentencepiece_settings_are_in_the_artifacts(tmp_path, sp_model, legacy):  # noqa: F811
+def test_art_08_sentencepiece_settings_are_in_the_artifacts(tmp_path, sp_model, legacy):
     folder = tmp_path / "original"
     folder.mkdir()
     (folder / "tokenizer.model").write_bytes(sp_model)
@@ -457,7 +457,7 @@ def test_art_08_a_role_played_by_an_ordinary_token_makes_it_no_special_one(tmp_p
 
 
 @pytest.mark.parametrize("name", ["byte_level", "unigram", "wordpiece", "gguf_bytes", "gguf_scores"])
-def test_art_08_transformers_reads_the_artifacts(kinds, name, tmp_path):  # noqa: F811
+def test_art_08_transformers_reads_the_artifacts(kinds, name, tmp_path):
     transformers = pytest.importorskip("transformers")
     fetch(service_of(kinds[name]), tmp_path)
     reader = transformers.AutoTokenizer.from_pretrained(tmp_path)
@@ -489,7 +489,7 @@ def cbor(value) -> bytes:
     return bytes([major << 5 | 24 + code]) + number.to_bytes(1 << code, "big") + tail
 
 
-def client_keys(spec, ids, context=CacheKeyContext()):  # noqa: B008
+def client_keys(spec, ids, context=CacheKeyContext()):
     (group,) = spec.groups
     size, parent, keys = group.block_size, group.root_key, []
     for index in range(len(ids) // size):

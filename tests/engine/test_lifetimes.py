@@ -172,7 +172,7 @@ def test_results_and_handles_that_hold_errors_do_not_hold_the_engine(tmp_path, m
         for read in (handle.result, handle.next_event):
             try:
                 read()
-            except Exception:  # noqa: BLE001, S110
+            except Exception:  # noqa: S110
                 pass
         return engine, [*kept, handle]
 

@@ -148,7 +148,7 @@ def test_ids_of_one_tokenizer_are_not_sent_to_a_server_with_another(server, othe
         wait_for_loss(client)
         with pytest.raises(TokenizerChanged, match="make the call again with its messages"):
             requests.admit(requests.one(ids, None, {"max_tokens": 1}))
-        requests, ids, _ = client._requests.with_messages(None, CHAT, dict(template_kwargs={"chat_template": "c"}))
+        requests, ids, _ = client._requests.with_messages(None, CHAT, {"template_kwargs": {"chat_template": "c"}})
         assert requests.admit(requests.one(ids, None, {"max_tokens": 1})).result().finish_reason == "length"
 
 
