@@ -27,7 +27,6 @@ from openengine.core.task_checks import (
     checked_integer,
     checked_items,
     checked_text,
-    checked_type,
 )
 from openengine.core.task_kinds import TaskKind
 from openengine.core.task_output import (
@@ -61,6 +60,7 @@ from openengine.task_types import (
     TaskRequestContext,
     TaskValueSemantics,
 )
+from openengine.validation import checked_type
 
 __all__ = ["PreparedTask", "TaskLimits", "TaskPreparer"]
 

@@ -1,6 +1,6 @@
-"""Checks of single values in embed, classify and score requests; each gives back the value that it found right.
+"""Checks of the values in embed, classify and score requests; each gives back the value that it found right.
 
-A check takes the name that its error shall give, and raises InvalidArgument.
+A check takes the name that its error shall give, and raises InvalidArgument. None passes only where a check says so.
 """
 
 from __future__ import annotations
@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-import numpy as np
-
 from openengine.errors import InvalidArgument
 from openengine.task_types import MultimodalTaskInput, TaskInput, TaskInputType
 from openengine.types import NameEnum
+from openengine.validation import check_encodable, check_flag, check_integer, checked_type
 
 __all__ = [
     "check_count",
@@ -22,7 +21,6 @@ __all__ = [
     "checked_integer",
     "checked_items",
     "checked_text",
-    "checked_type",
 ]
 
 _Enum = TypeVar("_Enum", bound=NameEnum)
@@ -71,13 +69,6 @@ def check_count(name: str, count: int, most: int | None) -> None:
         raise InvalidArgument(f"{count} {name}, the limit of one request is {most}; send several requests")
 
 
-def checked_type(name: str, value: Any, kind: type) -> Any:
-    """`value`, which is a `kind`."""
-    if not isinstance(value, kind):
-        raise InvalidArgument(f"{name} must be a {kind.__name__}, not {value!r:.80}")
-    return value
-
-
 _FIRST: Any = object()
 
 
@@ -96,22 +87,19 @@ def checked_choice(
 
 def checked_flag(name: str, value: Any) -> bool | None:
     """True, False or None."""
-    if value is not None and not isinstance(value, (bool, np.bool_)):
-        raise InvalidArgument(f"{name} must be True or False, not {value!r:.80}")
+    check_flag(name, value)
     return None if value is None else bool(value)
 
 
 def checked_text(name: str, value: Any) -> str:
     """A text that can be encoded."""
-    try:
-        checked_type(name, value, str).encode()
-    except UnicodeEncodeError as exc:
-        raise InvalidArgument(f"{name} holds a lone surrogate, which is no character") from exc
+    check_encodable(name, checked_type(name, value, str))
     return value
 
 
 def checked_integer(name: str, value: Any, low: int, high: int, *, note: str = "") -> int:
     """From `low` to `high`; `note` stands behind the range in the error."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not low <= value <= high:
-        raise InvalidArgument(f"{name} must be an integer between {low} and {high}{note}, not {value!r:.80}")
+    if value is None:
+        raise InvalidArgument(f"{name} must be an integer, not None")
+    check_integer(name, value, low, high, note=note)
     return int(value)
