@@ -77,6 +77,7 @@ from openengine.task_types import ClassifyRequest, EmbedRequest, ScoreRequest
 from openengine.tasks import PreparedTask, TaskHandle, Tasks
 from openengine.tokenizer_types import CacheKeySpec, ComputeCacheKeysResponse, TokenizerArtifactChunk, TokenizerInfo
 from openengine.types import GenerateRequest, GuidedDecoding, KvSessionRef, SamplingParams
+from openengine.validation import check_flag
 
 __all__ = ["Engine"]
 
@@ -345,6 +346,8 @@ class Engine:
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True, parse_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; with the defaults exactly what `generate(text)` runs."""
+        check_flag("add_special_tokens", add_special_tokens)
+        check_flag("parse_special_tokens", parse_special_tokens)
         return self._tokenizer.encode(
             text, add_special_tokens=add_special_tokens, parse_special_tokens=parse_special_tokens
         )

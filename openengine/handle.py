@@ -109,6 +109,23 @@ class Handle(Generic[_Result]):
                 return
         callback()
 
+    def stream_only(self) -> None:
+        """Keep nothing for `result()`, whose outputs are empty then: for a reader of events who forgets them."""
+        collector = self._collector
+        if isinstance(collector, ResultCollector):
+            collector.keeps_content = False
+
+    @property
+    def num_unread(self) -> int:
+        """Events that are there and that nobody has read."""
+        return len(self._events or ())
+
+    def drop_unread(self) -> None:
+        """Forget the events that are there: nobody is going to read them."""
+        with self._lock:
+            if self._events is not None:
+                self._events.clear()
+
     def __iter__(self) -> Iterator[GenerateEvent]:
         while (event := self.next_event()) is not None:
             yield event

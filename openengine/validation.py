@@ -45,6 +45,7 @@ _T = TypeVar("_T")
 _UINT32_MAX = 2**32 - 1
 _UINT64_MAX = 2**64 - 1
 _INT32_MAX = 2**31 - 1
+_MAX_CONDITIONS = 1 << 18  # a whole vocabulary, of nearly every model
 _MAX_STOP_CHARS = 1 << 16  # each is a node of the automaton that looks for stops, some 300 bytes
 _GROUPS = {"sampling": SamplingParams, "stopping": StoppingOptions, "response": ResponseOptions, "kv": KvOptions}
 
@@ -107,6 +108,10 @@ def _validate_stopping(stopping: StoppingOptions) -> None:
             f"min_tokens {stopping.min_tokens} exceeds max_tokens {stopping.max_tokens}; lower one or raise the other"
         )
     check_items("conditions", stopping.conditions, StopCondition)
+    if len(stopping.conditions) > _MAX_CONDITIONS:
+        raise InvalidArgument(
+            f"{len(stopping.conditions)} stop conditions, the limit is {_MAX_CONDITIONS}; give fewer, each once"
+        )
     for index, condition in enumerate(stopping.conditions):
         if (condition.stop_text is None) == (condition.stop_token_id is None):
             raise InvalidArgument(f"stop condition {index} takes exactly one of stop_text and stop_token_id")

@@ -461,3 +461,21 @@ def test_the_readme_lists_the_formats_that_are_enforced():
     readme = (Path(__file__).parents[1] / "README.md").read_text("utf-8")
     listed = re.search(r"Formats\*\* that are enforced: (.*?);", readme, re.DOTALL).group(1)
     assert set(re.findall(r"`([\w-]+)`", listed)) == FORMATS
+
+
+HARD = {
+    "ambiguous": 'root ::= root root root | root root | [a-z] | ""',
+    "recursive": 'root ::= "b" x | "b" x "1" | "b" x "2" | "b" x "3" | "b" x "4" | "b" x "5" | ""\nx ::= root',
+}
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_a_guide_that_cannot_be_followed_ends_its_own_request_while_eight_others_go_on(tmp_path, name):
+    with guided_engine(tmp_path, context=2048, num_kv_blocks=2048) as engine:
+        options = {"regex": "[a-z]*", "seed": 1, "max_tokens": 300, "ignore_eos": True}
+        expected = engine.generate([ids("x")] * 8, **options)
+        handles = [engine.submit(ids("x"), **options) for _ in range(8)]
+        with pytest.raises(InvalidArgument, match="cannot be followed any further.*the limit is"):
+            engine.generate(ids("b"), grammar=HARD[name], max_tokens=2000, ignore_eos=True, temperature=0)
+        assert [handle.result().token_ids for handle in handles] == [result.token_ids for result in expected]
+        assert engine.health().state == "ready"

@@ -248,7 +248,10 @@ class _StopAutomaton:
 
 
 class ResultCollector:
-    """Joins one request's events, in the order they came. `sampling` and `stopping` are the effective parameters."""
+    """Joins one request's events, in the order they came. `sampling` and `stopping` are the effective parameters.
+
+    With `keeps_content` False the outputs get no tokens and no text: for who reads the events themselves.
+    """
 
     def __init__(
         self,
@@ -266,13 +269,15 @@ class ResultCollector:
         self._prompt: Sequence[TokenInfo] | None = None
         self._kv_session: KvSessionRef | None = None
         self._usage: Usage | None = None
+        self.keeps_content = True
 
     def add(self, event: GenerateEvent) -> None:
         """Take one event."""
         if isinstance(event, TokenOutput):
             output = self._output(event.output_index)
-            output.tokens += event.tokens
-            output.texts.append(event.text)
+            if self.keeps_content:
+                output.tokens += event.tokens
+                output.texts.append(event.text)
         elif isinstance(event, GenerationFinished):
             output = self._output(event.output_index)
             output.finish_reason = event.reason
@@ -280,7 +285,7 @@ class ResultCollector:
             output.message = event.message
             self._usage = event.usage
         elif isinstance(event, PromptOutput):
-            self._prompt = event.tokens
+            self._prompt = event.tokens if self.keeps_content else None
         else:
             assert isinstance(event, PrefillReady), f"unknown event {event!r}"
             self._kv_session = event.kv_session

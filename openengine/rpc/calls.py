@@ -34,6 +34,7 @@ __all__ = ["Context", "MessageLimit", "Unreadable", "WorkLimit", "refuse_errors"
 _log = logging.getLogger("openengine.rpc")
 _MAX_STATUS_CHARS = 600  # gRPC drops a status whose headers exceed 8 KiB, and a character may take nine bytes of them
 _RETRY_MS = 100
+_LARGE_ENTRIES = 1000  # tokens and candidates of an event, a microsecond or two each
 _MAX_ENTRY_BYTES = 2048  # of a token or candidate in a message: no vocabulary has tokens of a kilobyte
 
 Context = grpc.aio.ServicerContext
@@ -141,6 +142,12 @@ class MessageLimit:
             )
         return message
 
+    def is_large(self, event: GenerateEvent) -> bool:
+        """Whether converting an event takes longer than other calls should wait."""
+        return isinstance(event, PromptOutput) or (
+            isinstance(event, TokenOutput) and _num_entries(event) > _LARGE_ENTRIES
+        )
+
     def responses(self, request_id: str, event: GenerateEvent) -> Iterator[pb.GenerateResponse]:
         """One event of a generation. Tokens that are too much for one message come one by one, the text with the last.
 
@@ -158,5 +165,8 @@ class MessageLimit:
 
     def _may_exceed(self, event: TokenOutput) -> bool:
         """Measuring costs as much as sending: only for what may be too large. Text is held back without an end."""
-        num_entries = sum(1 + len(token.candidates) for token in event.tokens)
-        return num_entries * _MAX_ENTRY_BYTES + 4 * len(event.text) > self.max_bytes
+        return _num_entries(event) * _MAX_ENTRY_BYTES + 4 * len(event.text) > self.max_bytes
+
+
+def _num_entries(event: TokenOutput) -> int:
+    return sum(1 + len(token.candidates) for token in event.tokens)

@@ -87,6 +87,7 @@ from openengine.rpc.remote_tasks import RemoteTasks
 from openengine.rpc.remote_tokenizer import RemoteTokenizerService
 from openengine.rpc.requests import Item, Requests
 from openengine.rpc.revision import check_revision, first_model
+from openengine.validation import checked_type
 
 __all__ = ["Client"]
 
@@ -386,9 +387,11 @@ class Client(InProcessOnly):
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True, parse_special_tokens: bool = True) -> list[int]:
         options = TokenizeOptions(add_special_tokens=add_special_tokens, parse_special_tokens=parse_special_tokens)
-        return list(self._tokenizer.tokenize(text, options).token_ids)
+        return list(self._tokenizer.tokenize(checked_type("text", text, str), options).token_ids)
 
     def detokenize(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        if isinstance(token_ids, str) or not isinstance(token_ids, Iterable):
+            raise InvalidArgument(f"token_ids must be a flat sequence of integers, not {token_ids!r:.80}")
         options = DetokenizeOptions(skip_special_tokens=skip_special_tokens)
         return self._tokenizer.detokenize(tuple(token_ids), options).text
 

@@ -31,11 +31,20 @@ from openengine.rpc import openengine_pb2_grpc, tokenizer_pb2_grpc
 from openengine.rpc.convert import from_proto, to_proto
 from openengine.rpc.errors import ERROR_TRAILER, error_of_status, from_engine_error
 
-__all__ = ["Connection", "Link", "call_error"]
+__all__ = ["Connection", "Link", "call_error", "outcome"]
 
 _T = TypeVar("_T")
 _URL_SCHEMES = {"http", "https", "grpc", "grpcs", "tcp"}
-_OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
+_OPTIONS = (
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    # gRPC waits up to two minutes between attempts, and fails every call meanwhile: a server that is back is to be found.
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.min_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
+_SETTLE_S = 0.25  # for gRPC to be done with the calls of a closed channel
+_NO_FORKS = "gRPC does not survive a fork; create the client in the new process, and start that with multiprocessing's method 'spawn'"
 
 
 class Link:
@@ -75,6 +84,7 @@ class Connection:
         timeout_s: float | None,
         keepalive_s: float | None,
     ) -> None:
+        _check_process()
         _check_target(target)
         _check_seconds("timeout_s", timeout_s)
         _check_seconds("keepalive_s", keepalive_s)
@@ -102,7 +112,7 @@ class Connection:
         """Run `coroutine` in the connection's event loop. Raises PreconditionFailed when that is gone."""
         if os.getpid() != self._pid:
             coroutine.close()
-            raise PreconditionFailed("this client was created in another process; create one in each process")
+            raise PreconditionFailed(f"this client was created in another process, and {_NO_FORKS}")
         if not self.is_open:
             coroutine.close()
             raise PreconditionFailed("the client is closed; create a new Client")
@@ -196,6 +206,15 @@ class Connection:
         return call_error(exc, link)
 
 
+async def outcome(future: Future[_T]) -> _T:
+    """What a future of `Connection.start` gives, for the caller's event loop. Cancelling the caller leaves it running."""
+    mine = asyncio.wrap_future(future)
+    await asyncio.wait({mine})  # which is cancelled with the caller alone
+    if mine.cancelled():
+        raise Cancelled("the client was closed")
+    return mine.result()
+
+
 def call_error(exc: grpc.RpcError, link: Link | None) -> OpenEngineError:
     """What a call that ended with a status stands for. `link` had a connection when it began; None: it had to make one."""
     for key, value in exc.trailing_metadata() or ():
@@ -217,6 +236,17 @@ def _unanswered(timeout_s: float | None) -> Unreachable:
         f"the server did not answer within timeout_s={timeout_s:g}: it is busy, or not reached; give Client(timeout_s=…) more, "
         "None waits as long as it takes"
     )
+
+
+def _check_process() -> None:
+    """A child's calls would hang or crash in the library's threads, which the fork did not copy."""
+    global _grpc_pid
+    if _grpc_pid not in (None, os.getpid()):
+        raise PreconditionFailed(f"this process was forked from one that had used a client, and {_NO_FORKS}")
+    _grpc_pid = os.getpid()
+
+
+_grpc_pid: int | None = None  # the process that uses gRPC
 
 
 def _check_target(target: str) -> None:
@@ -244,7 +274,10 @@ def _serve(event_loop: asyncio.AbstractEventLoop) -> None:
 
 
 async def _end_tasks() -> None:
+    """With the channel closed, tasks end of themselves; one cut short would leave gRPC to report to a closed event loop."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
+    if others:
+        await asyncio.wait(others, timeout=_SETTLE_S)
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)

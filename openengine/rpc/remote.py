@@ -36,7 +36,7 @@ from openengine import (
     TokenOutput,
     Usage,
 )
-from openengine.rpc.connection import Connection, Link, call_error
+from openengine.rpc.connection import Connection, Link, call_error, outcome
 from openengine.rpc.convert import from_proto, to_proto
 from openengine.rpc.errors import ACCEPTED_HEADERS
 
@@ -84,7 +84,7 @@ class Starting:
     async def aresult(self) -> Handle:
         """`result` for an event loop. Cancelling the task abandons the request."""
         try:
-            return await asyncio.wrap_future(self._future)
+            return await outcome(self._future)
         except asyncio.CancelledError:
             self.abandon()
             raise
@@ -235,7 +235,7 @@ async def _abort(connection: Connection, remote: _RemoteRequest) -> None:
         message = to_proto(AbortRequest(request_id=remote.request_id))
         await asyncio.wait_for(connection.meet(), _ABORT_S)
         await connection.stub.Abort(message, timeout=_ABORT_S, metadata=connection.metadata)
-    except (grpc.RpcError, OpenEngineError, asyncio.TimeoutError):
+    except (grpc.RpcError, grpc.aio.UsageError, OpenEngineError, asyncio.TimeoutError):
         remote.call.cancel()
 
 

@@ -6,7 +6,6 @@ Owns splitting and joining; does not own the connection (connection.py), nor wha
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +29,7 @@ from openengine import (
 )
 from openengine.names import check_request_id
 from openengine.progress import progress_bar
-from openengine.rpc.connection import Connection
+from openengine.rpc.connection import Connection, outcome
 from openengine.rpc.convert import from_proto, to_proto
 from openengine.rpc.remote_tokenizer import RemoteTokenizerService
 from openengine.task_options import LocalOptions, build_classify, build_embed, build_score
@@ -113,7 +112,7 @@ class RemoteTasks:
             while len(responses) < len(call.requests):
                 for request in _take(todo, _WINDOW - len(pending)):
                     pending.append(self._start(request))
-                responses.append(from_proto(await asyncio.wrap_future(pending[0])))
+                responses.append(from_proto(await outcome(pending[0])))
                 pending.popleft()
         finally:
             for future in pending:

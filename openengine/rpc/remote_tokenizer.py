@@ -24,6 +24,7 @@ from openengine import (
     GetTokenizerArtifactsRequest,
     GetTokenizerInfoRequest,
     InternalError,
+    InvalidArgument,
     TokenizeOptions,
     TokenizerArtifactChunk,
     TokenizerChanged,
@@ -56,6 +57,8 @@ class RemoteTokenizerService:
     def artifacts(
         self, *, names: Sequence[str] = (), model: str | None = None, **options: Any
     ) -> RemoteStream[TokenizerArtifactChunk]:
+        if isinstance(names, str):
+            raise InvalidArgument(f"names must be a sequence of artifact names, not {names!r:.80}")
         request = GetTokenizerArtifactsRequest(model=self._name(model), names=tuple(names), **options)
         return RemoteStream(self._connection, self._stub.GetTokenizerArtifacts, request)
 

@@ -37,6 +37,7 @@ __all__ = ["Server", "ServerOptions", "check_drain_s", "serve"]
 _MAX_DRAIN_S = 7 * 24 * 3600.0  # far above any use, and within what counts milliseconds in 32 bits
 _GRACE_S = 2.0  # for the last messages to reach their clients
 _PING_MS, _PING_TIMEOUT_MS = 30_000, 10_000
+_MAX_PENDING = 2**31 - 1  # calls that no handler has taken yet
 _MIN_PING_MS = 1000  # between the pings of a client; one that sends them faster is thrown out
 _SERVICES = (
     pb.DESCRIPTOR.services_by_name["OpenEngine"].full_name,
@@ -136,6 +137,9 @@ class Server:
             interceptors=self._interceptors(options.token),
             options=(
                 ("grpc.so_reuseport", 0),  # a port in use is an error
+                # How many may wait is the engine's to say: gRPC would end calls beyond a thousand as CANCELLED.
+                ("grpc.server.max_pending_requests", _MAX_PENDING),
+                ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING),
                 ("grpc.max_receive_message_length", options.max_message_bytes),
                 ("grpc.max_send_message_length", options.max_message_bytes),
                 # A client whose machine is gone says nothing: its requests end when it answers no ping.

@@ -4,7 +4,8 @@ Owns the acceptance boundary: what a call raises before it was accepted is a gRP
 terminal `EngineError`. Does not own policy (the engine judges every request), nor the form of refusals and the limits of
 calls and messages (calls.py).
 
-    Generate      worker thread: convert, validate, tokenize, submit ──▶ event loop: one message per event
+    Generate      worker thread: convert, validate, tokenize, submit ──▶ event loop: one message per event, large ones
+                  converted in a worker thread
     Embed, …      worker thread: as above ──▶ event loop: wait ──▶ worker thread: convert
     subscriptions headers at acceptance ──▶ events until the client, the engine or the subscription ends
     Health        in the event loop: a probe ends with the call that asked for it
@@ -30,11 +31,13 @@ from openengine import (
     DrainResponse,
     EmbedRequest,
     Engine,
+    GenerateEvent,
     GenerateRequest,
     Handle,
     InternalError,
     InvalidArgument,
     OpenEngineError,
+    Overloaded,
     ScoreRequest,
     TaskHandle,
     TaskUsage,
@@ -64,6 +67,8 @@ _NUM_ANSWERING = 2
 # In a message, on average. A token or candidate is its id, a double, a rank, tags and lengths, and its text.
 _ENTRY_BYTES = 32
 _VALUE_BYTES = 4  # of one value of a tensor
+_UNREAD_MESSAGES = 4  # of the largest size: so much of one request's large events may wait to be read
+_LOOK_S = 0.5  # how often a reader who does not read is looked at
 
 
 class OpenEngineServicer(openengine_pb2_grpc.OpenEngineServicer):
@@ -102,9 +107,13 @@ class OpenEngineServicer(openengine_pb2_grpc.OpenEngineServicer):
         meter = RequestMetrics(self._metrics)
         how = "DISCONNECTED"
         try:
+            handle.stream_only()
             await context.send_initial_metadata(ACCEPTED_HEADERS)
             while (event := await handle.anext_event()) is not None:
                 meter.see(event)
+                if self._messages.is_large(event):
+                    await self._write_large(context, handle, event)
+                    continue
                 for response in self._messages.responses(handle.request_id, event):
                     await context.write(response)
         except OpenEngineError as exc:
@@ -116,6 +125,35 @@ class OpenEngineServicer(openengine_pb2_grpc.OpenEngineServicer):
         finally:
             handle.cancel()
             meter.end_with(handle, how)
+
+    async def _write_large(self, context: Context, handle: Handle, event: GenerateEvent) -> None:
+        """Convert in a thread, for a large vocabulary's candidates would hold up all calls, and watch the reader.
+
+        Raises Overloaded where the request's events would fill the memory before they are read.
+        """
+        responses = await self._answering.run(lambda: list(self._messages.responses(handle.request_id, event)))
+        num_bytes, limit = (
+            sum(response.ByteSize() for response in responses),
+            _UNREAD_MESSAGES * self._messages.max_bytes,
+        )
+        for response in responses:
+            writing = asyncio.ensure_future(context.write(response))
+            num_lost = 0
+            try:
+                while not writing.done():
+                    await asyncio.wait({writing}, timeout=_LOOK_S)
+                    if handle.num_unread * num_bytes > limit:
+                        handle.cancel()
+                        num_lost += handle.num_unread
+                        handle.drop_unread()
+                await writing
+            finally:
+                writing.cancel()
+            if num_lost:
+                raise Overloaded(
+                    f"{num_lost} events of some {num_bytes} bytes waited to be read, the limit is {limit} bytes; read "
+                    "faster, or ask for fewer candidates"
+                )
 
     async def _accept(self, start: Awaitable[_H]) -> _H:
         """What `start` accepts. What it refuses is counted, and nothing else is."""

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 
 import numpy as np
 import pytest
@@ -17,8 +18,11 @@ pytest.importorskip("llguidance")
 
 from guided_tools import EOS, OTHER_EOS, byte_compiler, legal_tokens, start_after
 
+from openengine.core.guides.backend import plain_error
 from openengine.core.guides.compiler import GuideCompiler
 from openengine.core.guides.grammar import Grammar
+from openengine.core.guides.work import CompileTimeout, StepTime, Work
+from openengine.core.guides.workers import Workers
 from openengine.errors import InternalError, InvalidArgument, PreconditionFailed, UnsupportedFeature
 from openengine.types import ChoiceConstraint, GuidedDecoding, JsonObjectConstraint
 
@@ -39,6 +43,16 @@ def choice(*texts: str) -> GuidedDecoding:
 
 def regex(pattern: str) -> GuidedDecoding:
     return GuidedDecoding(regex=pattern)
+
+
+def grammar(text: str) -> GuidedDecoding:
+    return GuidedDecoding(ebnf_grammar=text)
+
+
+AMBIGUOUS = grammar('root ::= root root root | root root | [a-z] | ""')
+# Right recursion over two rules: each letter may close all that were opened before, in eight ways.
+_CLOSED = " | ".join(f'"a" x "{digit}"' for digit in range(8))
+RECURSIVE = grammar(f'root ::= "a" x | {_CLOSED} | ""\nx ::= root')
 
 
 # ---- which guides are taken ------------------------------------------------------------------------
@@ -229,6 +243,148 @@ def test_a_forked_process_is_told_so_instead_of_waiting_for_workers_that_it_has_
     compiler.close()
 
 
+# ---- judging texts ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 255, 256, 257, 5000])
+def test_a_text_is_judged_the_same_in_however_many_pieces(compiler, length):
+    guide = compiler.compile(regex("(ab|é)*a?"))
+    text = ("abé" * length)[:length]
+    assert guide.accepts(text) and guide.accepts_prefix(text)
+    assert not guide.accepts(text + "x") and not guide.accepts_prefix(text + "x")
+    exact = compiler.compile(regex(f"a{{{length}}}")) if length else compiler.compile(regex(""))
+    assert exact.accepts("a" * length) and not exact.accepts_prefix("a" * (length + 1))
+
+
+@pytest.mark.parametrize("text", [b"a", bytearray(b"a"), None, 5, ["a"]], ids=repr)
+def test_what_is_no_str_is_refused_as_a_text(compiler, text):
+    guide = compiler.compile(regex("a"))
+    for judge in (guide.accepts, guide.accepts_prefix):
+        with pytest.raises(InvalidArgument, match=f"must be a str, not {type(text).__name__}"):
+            judge(text)
+
+
+def test_a_text_that_takes_too_long_to_judge_is_refused_and_other_threads_go_on(tmp_path):
+    compiler = byte_compiler(tmp_path, timeout_s=0.5)
+    guide, seen, done = compiler.compile(AMBIGUOUS), [], threading.Event()
+
+    def count() -> None:
+        while not done.is_set():
+            seen.append(time.monotonic())
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    began = time.monotonic()
+    with pytest.raises(InvalidArgument, match=r"longer than guide_timeout_s 0.5: \d+ of 5000 bytes"):
+        guide.accepts("a" * 5000)
+    assert time.monotonic() - began < 10
+    done.set()
+    thread.join()
+    assert sum(time_s >= began for time_s in seen) > 20
+    assert guide.accepts("a" * 20)
+    compiler.close()
+
+
+def test_a_text_that_is_too_complex_to_judge_is_refused(compiler):
+    guide = compiler.compile(RECURSIVE)
+    assert guide.accepts("a" * 100 + "7") and not guide.accepts("a" * 100 + "b")
+    with pytest.raises(InvalidArgument, match="too complex to judge.*the limit is 2000.*write x ::= item"):
+        guide.accepts("a" * 4000)
+
+
+# ---- guides that cannot be followed to the end -----------------------------------------------------
+
+
+def test_a_guide_that_reaches_a_limit_in_an_output_raises_what_is_too_large(compiler):
+    state = compiler.compile(RECURSIVE).start()
+    other = state.copy()
+    with pytest.raises(InvalidArgument, match="cannot be followed any further.*the limit is 2000") as caught:
+        for _ in range(4000):
+            state.accept(ord("a"))
+    assert "items" not in caught.value.message and "write x ::= item*" in caught.value.message
+    mask = np.full((2, -(-300 // 32)), -1, np.int32)
+    complete = compiler.fill_masks([state, other], mask)
+    assert state.error in caught.value.message and not mask[0].any() and not complete.any()
+    assert other.error is None and ord("a") in legal_tokens(compiler, other)
+
+
+def test_a_mask_that_reaches_a_limit_ends_its_state_only(tmp_path, monkeypatch):
+    monkeypatch.setattr("openengine.core.guides.backend._STEP_ITEMS", 200)
+    compiler = byte_compiler(tmp_path)
+    state = compiler.compile(RECURSIVE).start()
+    other, mask = state.copy(), np.zeros((2, -(-compiler.vocab_size // 32)), np.int32)
+    while state.error is None:
+        compiler.fill_masks([state, other], mask)
+        if state.error is None:
+            state.accept(ord("a"))
+    assert "more than 200 readings" in state.error and not mask[0].any() and mask[1].any()
+    assert isinstance(state.exhausted(state.error), InvalidArgument)
+    compiler.close()
+
+
+def test_an_ambiguous_guide_ends_once_its_time_is_up_in_a_batch_and_alone(compiler):
+    guide, quick = compiler.compile(AMBIGUOUS), compiler.compile(regex("[a-z]*"))
+    for num_others in (0, 8):
+        state, others = guide.start(), [quick.start() for _ in range(num_others)]
+        mask = np.zeros((1 + num_others, -(-300 // 32)), np.int32)
+        with pytest.raises(InvalidArgument, match=r"s of CPU time more than 10 ms a token, the limit is 0.25 s"):
+            for _ in range(1000):
+                compiler.fill_masks([state, *others], mask)
+                if state.error is not None:
+                    raise state.exhausted(state.error)
+                for each in (state, *others):
+                    each.accept(ord("a"))
+        assert all(other.error is None and other.may_end for other in others)
+
+
+def test_the_time_of_a_guide_is_made_up_for_by_quick_tokens():
+    spent = StepTime()
+    for _ in range(100):
+        spent.spend(0.08)  # of a mask; and then of tokens that leave most of what they have
+        assert not any(spent.next_token(0.001) for _ in range(10)) and spent.error is None
+    twin = spent.copy()
+    assert [twin.next_token(0.06) for _ in range(6)] == [False] * 5 + [True]
+    assert "took 0.30 s" in twin.error and spent.error is None
+
+
+def test_a_state_that_is_rebuilt_is_not_charged_again(compiler, monkeypatch):
+    charged: list[float] = []
+    monkeypatch.setattr(StepTime, "next_token", lambda self, seconds: charged.append(seconds))
+    guide = compiler.compile(regex("[a-z]*"))
+    charged.clear()
+    state = guide.start([ord("a")] * 50)
+    assert charged == []
+    state.accept(ord("a"))
+    assert len(charged) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        ("Parser Error: Current row has 2001 items; max is 2000; consider", "2001 possible continuations, the limit is 2000"),
+        ("parser error: Too many items (limit 50; mask); try avoiding", "more than 50 readings"),
+        ("lexer error: too many expressions constructed", "its patterns are too complex to be followed together"),
+        ("fuel exhausted when checking relevance of lexemes (9)", "{m,n}"),
+        ("lexer precomputation failed; either increase limits.initial_lexer_fuel", "fewer or simpler patterns"),
+        ("lexer error: too many states: 70 >= 70", "more than 70 states"),
+        ("at 1(2): initial lexer configuration (grammar) too big (limit for this grammar: 80)", "the limit is some 80 parts"),
+        ("at 1(2): grammar size (number of symbols) too big (limit for this grammar: 90)", "more than 90 symbols"),
+        ("panic: index out of bounds", "larger than the backend can take"),
+        ("something else\nwith details", "something else"),
+    ],
+)  # fmt: skip
+def test_what_the_backend_refuses_is_named_in_the_terms_of_the_guide(error, said):
+    found = plain_error(error)
+    assert said in found and "\n" not in found
+    assert not any(word in found for word in ("fuel", "items;", "lexer", "lexeme", "row"))
+
+
+def test_a_guide_that_the_backend_refuses_says_what_is_too_large(compiler):
+    with pytest.raises(InvalidArgument, match="regex guide cannot be compiled: its patterns are too complex"):
+        compiler.compile(PATHOLOGICAL["nested_repetition"])
+
+
 # ---- cache, threads, limits ------------------------------------------------------------------------
 
 
@@ -246,6 +402,128 @@ def test_cancelling_one_wait_leaves_the_others(compiler):
     ]
     futures[0].cancel()
     assert futures[1].result().accepts('"v7"')
+
+
+@pytest.fixture
+def busy(tmp_path, monkeypatch) -> Iterator[tuple[GuideCompiler, list[GuidedDecoding], threading.Event]]:
+    """A compiler whose workers wait for an event, with the guides that it compiles after it."""
+    compiled: list[GuidedDecoding] = []
+    compile_one = GuideCompiler._compile
+
+    def note(self: GuideCompiler, guide: GuidedDecoding, kind: str) -> object:
+        compiled.append(guide)
+        return compile_one(self, guide, kind)
+
+    monkeypatch.setattr(GuideCompiler, "_compile", note)
+    monkeypatch.setattr("openengine.core.guides.workers._SLOW_S", 60.0)
+    compiler, release = byte_compiler(tmp_path), threading.Event()
+    for _ in range(2):
+        compiler._workers.submit(release.wait, 30)
+    yield compiler, compiled, release
+    release.set()
+    compiler.close()
+
+
+def test_a_guide_for_which_nobody_waits_any_longer_is_never_compiled(busy):
+    compiler, compiled, release = busy
+    left = [compiler.submit(regex("left")) for _ in range(3)]
+    kept = [compiler.submit(regex("kept")) for _ in range(3)]
+    assert all(future.cancel() for future in (*left, *kept[1:]))
+    again = compiler.submit(regex("came back"))
+    assert again.cancel()
+    again = compiler.submit(regex("came back"))
+    release.set()
+    assert kept[0].result().accepts("kept") and again.result().accepts("came back")
+    assert sorted(guide.regex for guide in compiled) == ["came back", "kept"]
+    assert compiler.compile(regex("left")).accepts("left")
+
+
+def test_a_guide_that_is_being_compiled_goes_on_for_the_cache_when_nobody_waits(busy, monkeypatch):
+    compiler, compiled, release = busy
+    began, go_on, text = threading.Event(), threading.Event(), Grammar.text
+
+    def slow_text(self: Grammar, start: str) -> str:
+        began.set()
+        go_on.wait(30)
+        return text(self, start)
+
+    monkeypatch.setattr(Grammar, "text", slow_text)
+    release.set()
+    future = compiler.submit(regex("begun"))
+    assert began.wait(30) and future.cancel()
+    go_on.set()
+    assert compiler.compile(regex("begun")).accepts("begun") and compiled == [regex("begun")]
+
+
+def test_whoever_does_not_cancel_gets_the_guide_whatever_others_do(tmp_path):
+    compiler = byte_compiler(tmp_path)
+    wrong: list[object] = []
+
+    def come_and_go(seed: int) -> None:
+        for step in range(60):
+            future = compiler.submit(regex(f"shared{step % 7}[0-9]{{{1 + step // 7}}}"))
+            if (step + seed) % 3:
+                future.cancel()
+                continue
+            try:
+                if not future.result(30).accepts(f"shared{step % 7}" + "1" * (1 + step // 7)):
+                    wrong.append(step)
+            except (CancelledError, Exception) as exc:
+                wrong.append(exc)
+
+    threads = [threading.Thread(target=come_and_go, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    compiler.close()
+
+
+def test_a_quick_job_does_not_wait_for_slow_ones_and_their_substitutes_end():
+    workers, release = Workers(2, name="test-substitutes"), threading.Event()
+    slow = [workers.submit(release.wait, 30) for _ in range(4)]
+    assert workers.submit(lambda: 5).result(10) == 5
+    assert not any(future.done() for future in slow)
+    release.set()
+    assert all(future.result(10) for future in slow)
+    deadline = time.monotonic() + 10
+    while sum(thread.name == "test-substitutes" for thread in threading.enumerate()) > 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert workers.submit(lambda: 6).result(10) == 6
+    workers.close()
+
+
+def test_slow_jobs_get_six_substitutes_at_most(monkeypatch):
+    monkeypatch.setattr("openengine.core.guides.workers._SLOW_S", 0.01)
+    workers, release, begun = Workers(2, name="test-most"), threading.Event(), []
+
+    def wait() -> None:
+        begun.append(threading.current_thread())
+        release.wait(30)
+
+    slow = [workers.submit(wait) for _ in range(12)]
+    deadline = time.monotonic() + 10
+    while len(begun) < 8:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.1)
+    assert len(begun) == 8
+    release.set()
+    for future in slow:
+        future.result(10)
+    assert len(begun) == 12 and len(set(begun)) == 8
+    workers.close()
+
+
+def test_work_lets_others_run_and_ends_in_time():
+    now = [0.0]
+    work = Work(1, lambda: now[0])
+    work.take_turns()
+    now[0] = 1.5
+    with pytest.raises(CompileTimeout):
+        work.take_turns()
 
 
 def test_a_refusal_is_not_remembered_as_a_guide(compiler):

@@ -47,6 +47,13 @@ GRAMMARS: dict[str, tuple[str, list[str], list[str]]] = {
     "a_loop_beside_the_rule_itself": ('root ::= ("c"* | root | "bcb") "cbc"', ["ccbc", "cbc", "cbccbc", "bcbcbc"], ["cb", "bcbc"]),
     "a_loop_beside_nothing_else": ('root ::= ("a"* | root) "aza"', ["aza", "aaza", "azaaza"], ["az", "za", "azaza"]),
     "two_rules_in_a_circle": ('root ::= ("ba"* x ("c" root)) | "bbc"\nx ::= root', ["bbc", "bbccbbc", "babbccbbc"], ["bbcbbc", "b"]),
+    "a_loop_beside_itself_and_one_letter": ('root ::= ("c"* | root) "czc"', ["czc", "cczc", "czcczc"], ["cz", "zc", "czczc"]),
+    "no_times": ('root ::= "a" (root "x"){0} "b" (x){0,0} | "c" x{0}\nx ::= "(" x ")" | "y"', ["ab", "c"], ["abx", "cy", "a", "axb"]),
+    "no_times_what_has_no_end": ('root ::= "a" x{0}\nx ::= x "y"', ["a"], ["ay", ""]),
+    "a_list_by_right_recursion": ('root ::= item ", " root | item\nitem ::= [a-z]+ | "(" root ")"', ["a", "a, b", "(a, b), c"], ["a,b", "a, ", ""]),
+    "right_recursion_of_an_option": ('root ::= ws "x" ws\nws ::= ([ \\t] ws)?', ["x", " x", "  \t x \t"], [" ", "xx"]),
+    "right_recursion_at_several_ends": ('root ::= "a" (root | "b" root | "c") | "e"?', ["", "e", "ac", "abac", "aabe", "aab"], ["a c", "aca", "ee", "b"]),
+    "right_recursion_of_nothing_but_itself": ('root ::= root | "a" root | "b"', ["b", "aab"], ["a", "ba"]),
     "any_character": ('root ::= "<" . ">"', ["<é>", "<\n>"], ["<>", "<ab>"]),
     "bounds": ("root ::= [0-9]{2,3} (\",\" [0-9]{2})*", ["12", "123,45,67"], ["1", "1234", "12,3"]),
     "several_lines_and_notes": ('root ::= # begins here\n  "a"\n  | b # or this\n\nb ::= (\n "b"\n "c"?\n)', ["a", "b", "bc"], ["ab"]),
@@ -82,6 +89,22 @@ def test_gde_07_a_malformed_grammar_is_refused_with_its_place(compiler, grammar,
     with pytest.raises(InvalidArgument) as caught:
         compiler.compile(GuidedDecoding(ebnf_grammar=grammar))
     assert said in caught.value.message
+
+
+@pytest.mark.parametrize("name", ["two_rules_in_a_circle", "a_loop_beside_itself_and_one_letter"])
+def test_a_grammar_of_circles_compiles_at_once(tmp_path, name):
+    compiler = byte_compiler(tmp_path, timeout_s=2)
+    assert compiler.compile(GuidedDecoding(ebnf_grammar=GRAMMARS[name][0])).accepts(GRAMMARS[name][1][0])
+    compiler.close()
+
+
+@pytest.mark.parametrize(
+    "grammar", ['root ::= item "," root | item', 'root ::= (item ",")* item', 'root ::= root "," item | item']
+)
+def test_a_list_may_be_long_however_its_grammar_is_written(compiler, grammar):
+    guide = compiler.compile(GuidedDecoding(ebnf_grammar=grammar + '\nitem ::= [0-9] | "(" item ")"'))
+    text = ",".join(["1", "(2)", "((3))"] * 1000)
+    assert guide.accepts(text) and not guide.accepts(text + ",") and not guide.accepts("," + text)
 
 
 LENGTH = 4

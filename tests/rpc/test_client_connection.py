@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import time
 
 import pytest
@@ -11,7 +13,8 @@ from openengine import InternalError, InvalidArgument, TokenizerChanged, Unreach
 from openengine.rpc import Client
 from openengine.rpc.connection import Link
 from tests.rpc.paths import informant, proxy_to
-from tests.rpc.serving import ServerProcess
+from tests.rpc.serving import ServerProcess, is_idle
+from tests.waiting import wait_until
 
 CHAT = [{"role": "user", "content": "c"}]
 FOREVER = {"max_tokens": 1500, "temperature": 0}
@@ -190,3 +193,91 @@ def wait_for_loss(client: Client) -> None:
             await asyncio.sleep(0.002)
 
     client._connection.run(asyncio.wait_for(lost(), 10))
+
+
+# ---- the end of a client, and forks --------------------------------------------------------------
+
+
+def test_closing_while_calls_run_ends_them_as_cancelled_and_prints_nothing(server):
+    code = """
+import asyncio, sys, threading, time
+from openengine import Cancelled, PreconditionFailed
+from openengine.rpc import Client
+
+async def ask(client):
+    try:
+        while True:
+            await client.agenerate("s", max_tokens=1500, temperature=0)
+    except (Cancelled, PreconditionFailed) as exc:
+        return type(exc).__name__
+
+for turn in range(8):
+    client = Client(sys.argv[1])
+    handles = [client.submit("s", max_tokens=1500, temperature=0) for _ in range(3)]
+    ends = []
+    thread = threading.Thread(target=lambda: ends.append(asyncio.run(ask(client))))
+    thread.start()
+    time.sleep(0.02 * (turn % 4))
+    client.close()
+    thread.join()
+    assert ends and all(handle.done for handle in handles), (ends, handles)
+    with Client(sys.argv[1]) as client:
+        for event in client.stream("s", max_tokens=1500, temperature=0):
+            break
+"""
+    done = subprocess.run([sys.executable, "-c", code, server.target], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    wait_until(lambda: is_idle(server))
+
+
+@pytest.mark.parametrize("state", ["open", "closed"])
+def test_a_forked_child_is_told_to_be_spawned_instead(server, state):
+    code = """
+import os, sys
+from openengine import PreconditionFailed
+from openengine.rpc import Client
+
+client = Client(sys.argv[1])
+client.generate("c", max_tokens=1)
+if sys.argv[2] == "closed":
+    client.close()
+child = os.fork()
+if child == 0:
+    for make in (lambda: client.health(), lambda: Client(sys.argv[1])):
+        try:
+            make()
+        except PreconditionFailed as exc:
+            assert "spawn" in exc.message or sys.argv[2] == "closed", exc
+        else:
+            os._exit(1)
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+with Client(sys.argv[1]) as other:
+    other.generate("c", max_tokens=1)
+"""
+    command = [sys.executable, "-c", code, server.target, state]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.soak
+def test_a_server_that_comes_back_is_found_within_seconds(tmp_path):
+    process = ServerProcess("-m", "tests.rpc.scripted_server", str(tmp_path))
+    with Client(process.target, timeout_s=5) as client:
+        assert client.generate("c", max_tokens=1)
+        process.stop()
+        start = time.monotonic()
+        while time.monotonic() - start < 30:  # gRPC would try less and less often
+            with pytest.raises(Unreachable):
+                client.health()
+            time.sleep(0.2)
+        again = ServerProcess("-m", "tests.rpc.scripted_server", str(tmp_path), f"port={process.port}")
+        wait_until(lambda: reached(client), 5)
+        again.stop()
+
+
+def reached(client):
+    try:
+        return client.load_info() is not None
+    except Unreachable:
+        return False

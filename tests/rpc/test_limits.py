@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 import urllib.request
+from collections import Counter
 
 import grpc
 import pytest
@@ -14,6 +16,7 @@ from openengine.rpc import openengine_pb2 as pb
 from openengine.rpc import openengine_pb2_grpc
 from openengine.rpc import tokenizer_pb2 as tok
 from openengine.rpc.calls import MessageLimit
+from tests.checkpoints import write_checkpoint
 from tests.rpc.scripted_server import VOCAB_SIZE
 from tests.rpc.serving import fresh_id, health_of, is_idle, load, request, run, running, status
 from tests.waiting import wait_until
@@ -277,3 +280,48 @@ def test_tsk_11_a_task_that_the_model_has_not_is_said_before_a_field_that_is_wro
     assert status(lambda: server.stub.Embed(ask("scripted"))) is grpc.StatusCode.FAILED_PRECONDITION
     assert status(lambda: server.stub.Embed(ask("nobody"))) is grpc.StatusCode.NOT_FOUND
     assert status(lambda: embedding.stub.Embed(ask("tiny"))) is INVALID
+
+
+# ---- readers and bursts --------------------------------------------------------------------------
+
+
+def test_gen_14_a_burst_is_refused_as_overload_and_never_as_cancelled(server):
+    async def ask(stub):
+        try:
+            return len([response async for response in stub.Generate(request("c", max_tokens=1), timeout=60)])
+        except grpc.RpcError as exc:
+            return exc.code()
+
+    async def burst():
+        async with grpc.aio.insecure_channel(server.target) as channel:
+            stub = openengine_pb2_grpc.OpenEngineStub(channel)
+            return Counter(await asyncio.gather(*(ask(stub) for _ in range(2500))))
+
+    ends = asyncio.run(burst())
+    assert set(ends) == {2, EXHAUSTED}, ends
+
+
+def test_a_reader_of_large_events_who_does_not_read_ends_his_request_and_no_other(tmp_path):
+    directory = write_checkpoint(tmp_path, vocab_size=2000, max_position_embeddings=4096)
+    flags = ("--model", str(directory), "--served-model-name", "wide", "--port", "0", "--max-message-bytes", "65536")
+    window = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536)]  # a reader with a small buffer
+    everything = {
+        "model": "wide",
+        "stopping__ignore_eos": True,
+        "sampling__temperature": 0.0,
+        "response__output_candidates": EVERYTHING,
+    }
+    with (
+        running("-m", "openengine.rpc", *flags) as server,
+        grpc.insecure_channel(server.target, options=window) as channel,
+    ):
+        slow = openengine_pb2_grpc.OpenEngineStub(channel).Generate(request([5], max_tokens=2000, **everything))
+        wait_until(lambda: is_idle(server), 60)
+        assert slow.is_active(), "what was sent is still there to be read"
+        infos = run(server.stub, request([5], max_tokens=3, **everything)).infos
+        assert [len(info.candidates) for info in infos] == [2000] * 3
+        responses = list(slow)
+    assert len(responses) < 2000 and responses[-1].error.code == pb.ERROR_CODE_OVERLOADED
+    assert "events of some" in responses[-1].error.message and responses[-1].usage.completion_tokens < 2000
+    ids = [info.token_id for response in responses for info in response.token.tokens]
+    assert ids[:3] == [info.token_id for info in infos]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from openengine.core.guides.backend import Backend, first_line
+from openengine.core.guides.backend import Backend, plain_error, says_illegal
 from openengine.core.guides.state import GuideState
+from openengine.core.guides.work import CompileTimeout, Work
 from openengine.errors import InvalidArgument
 from openengine.types import GuidedDecoding
 
@@ -18,6 +20,10 @@ if TYPE_CHECKING:
     from openengine.core.guides.compiler import GuideCompiler
 
 __all__ = ["CompiledGuide"]
+
+_FIRST_PIECE = 16
+_LARGEST_PIECE = 256
+_PIECE_S = 0.001  # the backend holds the interpreter that long while it reads a piece of a text
 
 
 class CompiledGuide(GuidedDecoding):
@@ -44,7 +50,10 @@ class CompiledGuide(GuidedDecoding):
         return copy.copy, (self.source,)
 
     def accepts(self, text: str) -> bool:
-        """Whether `text` is a complete output under the guide. Raises InvalidArgument if that is too hard to tell."""
+        """Whether `text` is a complete output under the guide.
+
+        Raises InvalidArgument for what is no str, and where that is too hard to tell or takes longer than guide_timeout_s.
+        """
         matcher = self._after(text)
         return matcher is not None and matcher.is_accepting()
 
@@ -53,21 +62,40 @@ class CompiledGuide(GuidedDecoding):
         return self._after(text) is not None
 
     def _after(self, text: str) -> Any:
+        if not isinstance(text, str):
+            hint = "; decode it" if isinstance(text, bytes | bytearray) else ""
+            raise InvalidArgument(f"the text must be a str, not {type(text).__name__}{hint}")
         try:
-            data = list(text.encode())
+            data = text.encode()
         except UnicodeEncodeError:
             return None  # a lone surrogate, which no output holds
         if self._judge is None:
             self._set("_judge", self.compiler.in_worker(self._backend.byte_matcher, self._grammar))
         matcher = self._judge.deep_copy()
-        taken = matcher.validate_tokens(data)
-        if taken == len(data):
-            matcher.consume_tokens(data)
-        if matcher.is_error():
-            raise InvalidArgument(
-                f"the text is too complex to judge under this guide: {first_line(matcher.get_error())}"
-            )
-        return matcher if taken == len(data) else None
+        return matcher if self._reads(matcher, data) else None
+
+    def _reads(self, matcher: Any, data: bytes) -> bool:
+        """Whether `matcher` can take all of `data`, which it is given in pieces: it may have to find many readings of each."""
+        work = Work(self.compiler.timeout_s)
+        at, size = 0, _FIRST_PIECE
+        while at < len(data):
+            try:
+                work.take_turns()
+            except CompileTimeout:
+                raise InvalidArgument(
+                    f"judging the text takes longer than guide_timeout_s {self.compiler.timeout_s:g}: {at} of "
+                    f"{len(data)} bytes were read; give a shorter text, simplify the guide or raise the limit"
+                ) from None
+            began = time.monotonic()
+            if not matcher.consume_tokens(list(data[at : at + size])):
+                error = matcher.get_error()
+                if says_illegal(error):
+                    return False
+                raise InvalidArgument(f"the text is too complex to judge under this guide: {plain_error(error)}")
+            at += size
+            pieces_per_turn = _PIECE_S / max(time.monotonic() - began, _PIECE_S / 2)
+            size = min(max(int(size * pieces_per_turn), 1), _LARGEST_PIECE)
+        return True
 
     def start(
         self, token_ids: Sequence[int] = (), *, stop_token_ids: Iterable[int] = (), ignore_eos: bool = False
@@ -84,8 +112,7 @@ class CompiledGuide(GuidedDecoding):
             vocab_size=self.compiler.vocab_size,
             ignore_eos=ignore_eos,
         )
-        for token in token_ids:
-            state.accept(token)
+        state.replay(token_ids)
         return state
 
     def leaves_token(self, state: GuideState, *, min_tokens_left: bool = False) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -44,6 +45,8 @@ _MAX_CACHED = 256
 _NUM_WORKERS = 2
 _BYTES_PER_SOURCE_BYTE = 8  # how much longer than its guide a grammar may be, beyond the first megabyte
 _LEAST_GRAMMAR_BYTES = 1 << 20
+_SLOW_FILL_S = 0.020  # masks of a step that take longer are worth a look at which of them it is,
+_STEPS_BETWEEN_LOOKS = 16  # which costs a step without parallelism
 
 
 def guide_compiler(
@@ -94,7 +97,7 @@ class GuideCompiler:
         timeout_s: float = 10.0,
         max_bytes: int = 512 * 1024,
     ) -> None:
-        """vocab_size: width V of the logits and masks.  timeout_s, max_bytes: limits for one guide."""
+        """vocab_size: width V of the logits and masks.  timeout_s, max_bytes: limits for one guide, or one judged text."""
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self._eos_token_ids = tuple(sorted({token for token in eos_token_ids if token < vocab_size}))
@@ -102,14 +105,16 @@ class GuideCompiler:
             raise UnsupportedFeature(
                 "guided decoding needs an end-of-sequence token, and this model has none; leave the guide out"
             )
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._max_bytes = max_bytes
         self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._futures: OrderedDict[GuidedDecoding, Future[CompiledGuide]] = OrderedDict()
+        self._lock = threading.RLock()  # cancelling a compilation calls back
+        self._futures: OrderedDict[GuidedDecoding, _Shared] = OrderedDict()
         self._workers = Workers(_NUM_WORKERS, name="openengine-guide")
         self._backend_lock = threading.Lock()
         self._backend: Backend | None = None
+        self._looks = False
+        self._steps_to_look = 0
 
     def submit(self, guide: GuidedDecoding) -> Future[CompiledGuide]:
         """Compile in a worker thread; the same guide is compiled once. The future raises as `compile` does.
@@ -128,18 +133,20 @@ class GuideCompiler:
                 f"the guide has {size} bytes, the limit guide_max_bytes is {self._max_bytes}; shorten it or raise the limit"
             )
         import_backend()
+        mine: Future[CompiledGuide] = Future()
         with self._lock:
             shared = self._futures.get(guide)
             is_new = shared is None
             if is_new:
-                shared = self._futures[guide] = self._workers.submit(self._compile, guide, kind)
+                shared = self._futures[guide] = _Shared(self._workers.submit(self._compile, guide, kind))
                 while len(self._futures) > _MAX_CACHED:
                     self._futures.popitem(last=False)
             self._futures.move_to_end(guide)
+            shared.num_waiting += 1
         if is_new:
-            shared.add_done_callback(lambda done: self._forget_failure(guide, done))
-        mine: Future[CompiledGuide] = Future()
-        _chain(shared, mine)
+            shared.future.add_done_callback(lambda _: self._forget_failure(guide, shared))
+        _chain(shared.future, mine)
+        mine.add_done_callback(lambda done: self._leave(guide, shared) if done.cancelled() else None)
         return mine
 
     def compile(self, guide: GuidedDecoding) -> CompiledGuide:
@@ -163,7 +170,7 @@ class GuideCompiler:
         """
 
         def call() -> Any:
-            with self._workers.time_limit(self._timeout_s, self._too_long("guide")):
+            with self._workers.time_limit(self.timeout_s, self._too_long("guide")):
                 return function(*args)
 
         self._check_process()
@@ -171,7 +178,7 @@ class GuideCompiler:
 
     def _too_long(self, what: str) -> InvalidArgument:
         return InvalidArgument(
-            f"the {what} takes longer than guide_timeout_s {self._timeout_s:g} to compile; simplify it or raise the limit"
+            f"the {what} takes longer than guide_timeout_s {self.timeout_s:g} to compile; simplify it or raise the limit"
         )
 
     def _check_process(self) -> None:
@@ -188,16 +195,23 @@ class GuideCompiler:
         done.set_result(guide)
         return done
 
-    def _forget_failure(self, guide: GuidedDecoding, future: Future[CompiledGuide]) -> None:
-        if future.cancelled() or future.exception() is not None:
+    def _leave(self, guide: GuidedDecoding, shared: _Shared) -> None:
+        """One who waited has cancelled. What has not begun ends with the last of them; what has goes on, for the cache."""
+        with self._lock:  # nobody joins meanwhile
+            shared.num_waiting -= 1
+            if shared.num_waiting == 0 and shared.future.cancel():
+                self._forget_failure(guide, shared)
+
+    def _forget_failure(self, guide: GuidedDecoding, shared: _Shared) -> None:
+        if shared.future.cancelled() or shared.future.exception() is not None:
             with self._lock:
-                if self._futures.get(guide) is future:
+                if self._futures.get(guide) is shared:
                     del self._futures[guide]
 
     def _compile(self, guide: GuidedDecoding, kind: str) -> CompiledGuide:
         backend = self._shared_backend()  # made once, and not of this guide's time
         too_long = self._too_long(f"{kind.replace('_', ' ')} guide")
-        with self._workers.time_limit(self._timeout_s, too_long):
+        with self._workers.time_limit(self.timeout_s, too_long):
             try:
                 return self._compile_with(backend, guide, kind)
             except CompileTimeout:
@@ -208,7 +222,7 @@ class GuideCompiler:
                 raise InternalError(f"compiling the {kind.replace('_', ' ')} guide failed: {exc!r:.200}") from exc
 
     def _compile_with(self, backend: Backend, guide: GuidedDecoding, kind: str) -> CompiledGuide:
-        work = Work(self._timeout_s)
+        work = Work(self.timeout_s)
         source = only_guide(guide)[1]
         grammar = Grammar(max_bytes=_LEAST_GRAMMAR_BYTES + _BYTES_PER_SOURCE_BYTE * len(source))
         what = kind.replace("_", " ")
@@ -244,11 +258,42 @@ class GuideCompiler:
         assert self._backend is not None, "a state comes from a compiled guide"
         live = [(row, state) for row, state in enumerate(states) if state is not None]
         out[[row for row, state in enumerate(states) if state is None]] = -1
-        self._backend.fill([(state.matcher, row) for row, state in live if not state.forced], out)
+        self._fill([(row, state) for row, state in live if not state.forced and state.error is None], out)
         complete = np.zeros(len(states), np.bool_)
         for row, state in live:
             complete[row] = state.finish_mask(out[row])
         return complete
+
+    def _fill(self, live: Sequence[tuple[int, GuideState]], out: np.ndarray) -> None:
+        """Masks in parallel; of what is slow one by one, for only so its time can be told and held against its guide."""
+        together: list[tuple[Any, int]] = []
+        alone: list[tuple[int, GuideState]] = []
+        for row, state in live:
+            if self._looks or state.has_slow_masks or len(live) == 1:
+                alone.append((row, state))
+            else:
+                together.append((state.matcher, row))
+        began = time.monotonic()
+        self._backend.fill(together, out)
+        is_slow = time.monotonic() - began > _SLOW_FILL_S
+        for row, state in alone:
+            state.note_mask_time(self._backend.fill_one(state.matcher, out[row]))
+        if self._looks:
+            self._looks, self._steps_to_look = False, _STEPS_BETWEEN_LOOKS
+        elif self._steps_to_look:
+            self._steps_to_look -= 1
+        else:
+            self._looks = is_slow
+
+
+class _Shared:
+    """A compilation, for all who wait for it."""
+
+    __slots__ = ("future", "num_waiting")
+
+    def __init__(self, future: Future[CompiledGuide]) -> None:
+        self.future = future
+        self.num_waiting = 0
 
 
 def _chain(source: Future[CompiledGuide], target: Future[CompiledGuide]) -> None:

@@ -1,6 +1,7 @@
 """Context-free grammars over characters, as rules and terminals of the backend.
 
-    rules ─ those that are reached and derive a text ─ their largest regular parts as terminals ─ longest_match.py
+    rules ─ those that are reached and derive a text ─ loops for right recursion ─ largest regular parts as terminals
+          ─ longest_match.py
 
 Owns the way to terminals; does not own which of them must be taken apart again.
 """
@@ -33,6 +34,7 @@ def add_rules(grammar: Grammar, rules: Mapping[str, Node], start: str, work: Wor
     if start not in productive:
         raise InvalidArgument(f"no text derives from the rule {start!r}: each of its alternatives goes on without end")
     reached = {name: _pruned(node, productive) for name, node in reached.items() if name in productive}
+    reached = {name: _without_right_recursion(name, node) for name, node in reached.items()}
     return LongestMatch(grammar, _with_terminals(reached), start, work).write()
 
 
@@ -86,10 +88,52 @@ def _pruned(node: Node, productive: set[str]) -> Node:
     if isinstance(node, Choice):
         return Choice(tuple(_pruned(part, productive) for part in node.parts if _derives(part, productive)))
     if isinstance(node, Loop):
-        return (
-            Loop(_pruned(node.inner, productive), node.low, node.high) if _derives(node.inner, productive) else EPSILON
-        )
+        if node.high == 0 or not _derives(node.inner, productive):
+            return EPSILON
+        return Loop(_pruned(node.inner, productive), node.low, node.high)
     return node
+
+
+# ---- right recursion -------------------------------------------------------------------------------
+
+
+def _without_right_recursion(name: str, node: Node) -> Node:
+    """`node`, as a loop where it is the rule `name` and refers to itself at its ends only.
+
+    x ::= a x | b is x ::= a* b, of which the backend need not follow every x up to its end at once.
+    """
+    steps, ends = _split(node, name)
+    steps = [step for step in steps if step != EPSILON]
+    if not steps or not ends or any(name in references(part) for part in (*steps, *ends)):
+        return node
+    return Sequence((Loop(_choice(steps), 0, None), _choice(ends)))
+
+
+def _split(node: Node, name: str) -> tuple[list[Node], list[Node]]:
+    """What stands before a reference to `name` at the end of `node`, and the alternatives of `node` that have none."""
+    if node == Reference(name):
+        return [EPSILON], []
+    if isinstance(node, Choice):
+        parts = [_split(part, name) for part in node.parts]
+        return [step for steps, _ in parts for step in steps], [end for _, ends in parts for end in ends]
+    if isinstance(node, Loop) and (node.low, node.high) == (0, 1):
+        steps, ends = _split(node.inner, name)
+        return steps, [*ends, EPSILON]
+    if isinstance(node, Sequence):
+        *before, last = node.parts
+        steps, ends = _split(last, name)
+        if steps:
+            return [_sequence(before, step) for step in steps], [_sequence(before, end) for end in ends]
+    return [], [node]
+
+
+def _choice(parts: list[Node]) -> Node:
+    return parts[0] if len(parts) == 1 else Choice(tuple(parts))
+
+
+def _sequence(before: list[Node], last: Node) -> Node:
+    parts = before if last == EPSILON else [*before, last]
+    return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
 
 
 # ---- the largest regular parts ---------------------------------------------------------------------

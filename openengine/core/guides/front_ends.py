@@ -80,7 +80,7 @@ def _add_json_schema(grammar: Grammar, guide: GuidedDecoding, work: Work) -> str
 
 
 def _add_regex(grammar: Grammar, guide: GuidedDecoding, work: Work) -> str:
-    language = full_match(guide.regex)
+    language = full_match(guide.regex, work)
     if is_empty(language, work):
         hint = (
             "; a lookahead or anchor in it excludes everything"

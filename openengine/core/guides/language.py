@@ -43,6 +43,7 @@ _SURROGATES = (0xD800, 0xDFFF)
 _DEFAULT_BUDGET = 1500
 _MAX_SIZE = 400_000
 _SIZE_PER_TICK = 64
+_RANGES_PER_PART = 16  # a class of many ranges costs as much as several parts
 _PLAIN = ("concat", "union", "repeat")
 
 
@@ -68,7 +69,12 @@ class Language:
         self.high = high
         is_leaf = kind in ("chars", "text")
         self.is_plain = is_leaf or (kind in _PLAIN and all(part.is_plain for part in parts))
-        self.size = (len(parts[0]) if kind == "text" else 1) if is_leaf else 1 + sum(part.size for part in parts)
+        if kind == "text":
+            self.size = len(parts[0])
+        elif kind == "chars":
+            self.size = 1 + len(parts) // _RANGES_PER_PART
+        else:
+            self.size = 1 + sum(part.size for part in parts)
         if self.size > _MAX_SIZE:
             raise TooComplex
         # The order of a union's or intersection's parts is that of their writing, and means nothing.
@@ -97,9 +103,20 @@ class Language:
         """Whether it is a set of single characters."""
         return self.kind == "chars"
 
-    def after(self, char: int) -> Language:
-        """What may follow a first character `char`."""
-        return _AFTER[self.kind](self, char)
+    @property
+    def fixed_text(self) -> str | None:
+        """The text that is its only one, where it is written as such."""
+        if self.kind == "text":
+            return self.parts[0]
+        if self.kind == "chars" and len(self.parts) == 1 and self.parts[0][0] == self.parts[0][1]:
+            return chr(self.parts[0][0])
+        return None
+
+    def after(self, char: int, work: Work | None = None) -> Language:
+        """What may follow a first character `char`. Ticks `work` for each part of it that is large."""
+        if work is not None:
+            work.tick()
+        return _AFTER[self.kind](self, char, work)
 
 
 # ---- construction ----------------------------------------------------------------------------------
@@ -123,9 +140,11 @@ def literal(text: str) -> Language:
     return Language("text", (text,), False) if text else EPSILON
 
 
-def concat(*parts: Language) -> Language:
+def concat(*parts: Language, work: Work | None = None) -> Language:
     flat: list[Language] = []
     for part in parts:
+        if work is not None:
+            work.tick()
         if part == EMPTY:
             return EMPTY
         if part.kind == "concat":
@@ -139,10 +158,12 @@ def concat(*parts: Language) -> Language:
     return Language("concat", tuple(flat), all(part.has_empty for part in flat))
 
 
-def union(*parts: Language) -> Language:
+def union(*parts: Language, work: Work | None = None) -> Language:
     flat: dict[Language, None] = {}
     ranges: list[tuple[int, int]] = []
     for part in parts:
+        if work is not None:
+            work.tick()
         for inner in part.parts if part.kind == "union" else (part,):
             if inner.is_chars:
                 ranges.extend(inner.parts)
@@ -229,11 +250,8 @@ def _without_surrogates(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int
 
 
 def _common_chars(sets: list[Language]) -> Language:
-    result = sets[0].parts
-    for other in sets[1:]:
-        both = ((max(a, c), min(b, d)) for a, b in result for c, d in other.parts)
-        result = tuple((low, high) for low, high in both if low <= high)
-    return chars(result)
+    outside = [each for part in sets for each in negated_ranges(part.parts)]
+    return chars(negated_ranges(outside))
 
 
 EMPTY: Final = Language("chars", (), False)
@@ -244,29 +262,29 @@ ANY_TEXT: Final = Language("repeat", (ANY_CHAR,), True, 0, None)
 # ---- derivatives -----------------------------------------------------------------------------------
 
 
-def _chars_after(self: Language, char: int) -> Language:
+def _chars_after(self: Language, char: int, work: Work | None) -> Language:
     index = bisect_right(self.parts, (char, _LAST + 1)) - 1
     return EPSILON if index >= 0 and self.parts[index][1] >= char else EMPTY
 
 
-def _text_after(self: Language, char: int) -> Language:
+def _text_after(self: Language, char: int, work: Work | None) -> Language:
     (text,) = self.parts
     return literal(text[1:]) if ord(text[0]) == char else EMPTY
 
 
-def _concat_after(self: Language, char: int) -> Language:
+def _concat_after(self: Language, char: int, work: Work | None) -> Language:
     results = []
     for index, part in enumerate(self.parts):
-        results.append(concat(part.after(char), *self.parts[index + 1 :]))
+        results.append(concat(part.after(char, work), *self.parts[index + 1 :]))
         if not part.has_empty:
             break
     return union(*results)
 
 
-def _repeat_after(self: Language, char: int) -> Language:
+def _repeat_after(self: Language, char: int, work: Work | None) -> Language:
     (part,) = self.parts
     rest = repeat(part, max(self.low - 1, 0), None if self.high is None else self.high - 1)
-    return concat(part.after(char), rest)
+    return concat(part.after(char, work), rest)
 
 
 _AFTER = {
@@ -274,9 +292,9 @@ _AFTER = {
     "text": _text_after,
     "concat": _concat_after,
     "repeat": _repeat_after,
-    "union": lambda self, char: union(*(part.after(char) for part in self.parts)),
-    "intersect": lambda self, char: intersect(*(part.after(char) for part in self.parts)),
-    "not": lambda self, char: complement(self.parts[0].after(char)),
+    "union": lambda self, char, work: union(*(part.after(char, work) for part in self.parts)),
+    "intersect": lambda self, char, work: intersect(*(part.after(char, work) for part in self.parts)),
+    "not": lambda self, char, work: complement(self.parts[0].after(char, work)),
 }
 
 
@@ -334,7 +352,7 @@ def sample(language: Language, work: Work, *, budget: int = _DEFAULT_BUDGET) -> 
         state = pending.pop()
         for char in representatives(state):
             work.tick(1 + state.size // _SIZE_PER_TICK)
-            following = state.after(char)
+            following = state.after(char, work)
             if following == EMPTY or following in came_from:
                 continue
             came_from[following] = (state, char)
@@ -358,4 +376,6 @@ def first_chars(language: Language, work: Work) -> Language:
     """The characters that texts of `language` begin with (those of texts that are not empty)."""
     cuts = representatives(language)
     ends = [*(low - 1 for low in cuts[1:]), _LAST]
-    return chars((low, high) for low, high in zip(cuts, ends, strict=True) if not is_empty(language.after(low), work))
+    return chars(
+        (low, high) for low, high in zip(cuts, ends, strict=True) if not is_empty(language.after(low, work), work)
+    )

@@ -10,7 +10,7 @@ bound, an excluded number and a whole number where none may be are avoided to 15
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import lcm
 
@@ -27,7 +27,7 @@ from openengine.core.guides.language import (
     union,
 )
 
-__all__ = ["NotRegular", "NumberRange", "number_texts", "texts_of"]
+__all__ = ["NotRegular", "NumberRange", "exponents", "listed_texts", "number_texts", "texts_of", "texts_within"]
 
 _DIGIT = chars([(0x30, 0x39)])
 _NONZERO = chars([(0x31, 0x39)])
@@ -56,12 +56,15 @@ _MAX_SPELLED = 16  # a range of more integers is shorter by its digits
 
 
 class NotRegular(Exception):
-    """A set of multiples that has no short expression over digits."""
+    """A set of multiples, which has no short expression over digits; see schema_multiples.py."""
 
 
 @dataclass(frozen=True, slots=True)
 class NumberRange:
-    """What is asked of a number. `is_integer`: True (whole), False (not whole), None (either)."""
+    """What is asked of a number. `is_integer`: True (whole), False (not whole), None (either).
+
+    multiple_at: the pointer of a schema that asks for the multiple, to name it in errors; no part of the meaning.
+    """
 
     low: Fraction | None = None
     low_open: bool = False
@@ -70,6 +73,7 @@ class NumberRange:
     is_integer: bool | None = None
     multiple_of: Fraction | None = None
     excluded: frozenset[Fraction] = frozenset()
+    multiple_at: str = field(default="", compare=False)
 
     def at_least(self, bound: Fraction, *, strictly: bool) -> NumberRange:
         if self.low is not None and (self.low, self.low_open) >= (bound, strictly):
@@ -81,13 +85,13 @@ class NumberRange:
             return self
         return replace(self, high=bound, high_open=strictly)
 
-    def with_multiple(self, step: Fraction) -> NumberRange:
+    def with_multiple(self, step: Fraction, at: str = "") -> NumberRange:
         if self.multiple_of is not None:
             a, b = self.multiple_of, step
             step = Fraction(
                 lcm(a.numerator * b.denominator, b.numerator * a.denominator), a.denominator * b.denominator
             )
-        return replace(self, multiple_of=step)
+        return replace(self, multiple_of=step, multiple_at=at)
 
     def contains(self, value: Fraction) -> bool:
         if self.low is not None and (value < self.low or (self.low_open and value == self.low)):
@@ -100,47 +104,83 @@ class NumberRange:
             return False
         return value not in self.excluded
 
-    def values(self) -> list[Fraction] | None:
-        """All values in order, where they are few; None where they are many or dense."""
+    def values(self, most: int = _MAX_LISTED) -> list[Fraction] | None:
+        """All values in order, where there are at most `most` to look at; None where they are more or dense."""
+        multiples = self._multiples()
+        if multiples is None:
+            return [] if self._is_void() else None
+        step, indices = multiples
+        if indices.stop - indices.start > most:
+            return None
+        return [value for index in indices if self.contains(value := index * step)]
+
+    def is_empty(self) -> bool:
+        """Whether no number is in it."""
+        multiples = self._multiples()
+        if multiples is None or self._is_void():
+            return self._is_void()
+        step, indices = multiples
+        return not any(self.contains(index * step) for index in indices[: _MAX_LISTED + len(self.excluded)])
+
+    def _multiples(self) -> tuple[Fraction, range] | None:
+        """A step and those of its multiples that are between the bounds."""
         step = self.multiple_of
         if self.is_integer:
             step = Fraction(1) if step is None else Fraction(step.numerator)
         if step is None or self.low is None or self.high is None:
-            return [] if self._is_void() else None
-        first, last = -(-self.low // step), self.high // step
-        if last - first > _MAX_LISTED:
             return None
-        return [value for index in range(int(first), int(last) + 1) if self.contains(value := index * step)]
+        return step, range(int(-(-self.low // step)), int(self.high // step) + 1)
 
     def _is_void(self) -> bool:
+        if self.is_integer is False and self.multiple_of is not None and self.multiple_of.denominator == 1:
+            return True
+        if self.is_integer is False and self.multiple_of is None:
+            # No text of so many digits is told from that of a whole number.
+            largest = 10 ** (_FLOAT_DIGITS - 2)
+            if (self.low or 0) >= largest or (self.high or 0) <= -largest:
+                return True
         if self.low is None or self.high is None:
-            return self.is_integer is False and self.multiple_of is not None and self.multiple_of.denominator == 1
+            return False
         return self.low > self.high or (self.low == self.high and not self.contains(self.low))
 
 
 def number_texts(wanted: NumberRange) -> Language:
     """The texts of the numbers in `wanted`; EMPTY when there are none.
 
-    Raises NotRegular where a multiple is asked of more values than can be listed.
+    Raises NotRegular where they are multiples, and more than a few.
     """
-    values = wanted.values()
-    if values is not None and (len(values) <= _MAX_SPELLED or wanted.multiple_of not in (None, 1)):
+    values = wanted.values(_MAX_SPELLED)
+    if values is not None:
         return union(*(texts_of(value) for value in values))
-    if wanted.multiple_of not in (None, 1):
-        raise NotRegular
-    if wanted == NumberRange():
+    if wanted.multiple_of is None or (wanted.is_integer and wanted.multiple_of.numerator == 1):
+        return texts_within(replace(wanted, multiple_of=None))
+    raise NotRegular
+
+
+def listed_texts(wanted: NumberRange) -> Language | None:
+    """The texts of the numbers in `wanted` one by one; None where they are many."""
+    values = wanted.values()
+    return None if values is None else union(*(texts_of(value) for value in values))
+
+
+def texts_within(wanted: NumberRange) -> Language:
+    """The texts of the numbers in `wanted`, whether they are multiples or not.
+
+    Multiples are told apart as they are: nothing near a bound or an excluded number is left out.
+    """
+    is_exact = wanted.is_integer is True or wanted.multiple_of is not None
+    if wanted == NumberRange(multiple_of=wanted.multiple_of):
         return _ANY_NUMBER
-    if wanted == NumberRange(is_integer=True):
+    if wanted == NumberRange(is_integer=True, multiple_of=wanted.multiple_of):
         return _INTEGER
-    bounds = wanted if wanted.is_integer else _closed(wanted)
+    bounds = wanted if is_exact else _closed(wanted)
     result = union(_side(bounds, negative=False), _side(bounds, negative=True))
-    if wanted.multiple_of == 1 and not wanted.is_integer:
-        result = intersect(result, concat(_SIGN, _WHOLE))
-    if wanted.is_integer is False:
-        result = intersect(result, concat(_SIGN, union(_not_whole(), concat(_MANTISSA, _exponents(high=0)))))
-    for value in sorted(wanted.excluded):
-        near = Fraction(0) if wanted.is_integer else _gap(value)
-        result = intersect(result, complement(_texts_near(value, near)))
+    if wanted.is_integer is False and is_exact:
+        result = intersect(result, complement(concat(_SIGN, _WHOLE)))
+    elif wanted.is_integer is False:
+        result = intersect(result, concat(_SIGN, union(_not_whole(), concat(_MANTISSA, exponents(high=0)))))
+    for value in sorted(filter(replace(wanted, excluded=frozenset()).contains, wanted.excluded)):
+        result = intersect(result, complement(_texts_equal(value) if is_exact else _texts_near(value, _gap(value))))
     return result
 
 
@@ -148,12 +188,15 @@ def _gap(value: Fraction) -> Fraction:
     """A distance at which a float is told from `value`."""
     if value == 0:
         return _TINY
-    exponent = 0
-    while abs(value) >= Fraction(10) ** (exponent + 1):
-        exponent += 1
-    while abs(value) < Fraction(10) ** exponent:
+    return Fraction(10) ** (_exponent_of(abs(value)) + 1 - _FLOAT_DIGITS)
+
+
+def _exponent_of(value: Fraction) -> int:
+    """That of the power of ten at or below `value` > 0."""
+    exponent = len(str(int(value))) - 1
+    while value < Fraction(10) ** exponent:
         exponent -= 1
-    return Fraction(10) ** (exponent + 1 - _FLOAT_DIGITS)
+    return exponent
 
 
 def _closed(wanted: NumberRange) -> NumberRange:
@@ -206,12 +249,22 @@ def _decimal_text(value: Fraction) -> str | None:
     return ("-" if value < 0 else "") + text
 
 
+def _texts_equal(value: Fraction) -> Language:
+    """Everything that denotes `value`, among the texts with bounds."""
+    digits = _decimal_text(abs(value))
+    zeros = repeat(literal("0"), 0, None)
+    form = concat(literal(digits), zeros if "." in digits else union(EPSILON, concat(literal("."), zeros)))
+    if value:
+        exponent = _exponent_of(abs(value))
+        mantissa = _decimal_text(abs(value) / Fraction(10) ** exponent)
+        long = concat(literal(mantissa), zeros if "." in mantissa else union(EPSILON, concat(literal("."), zeros)))
+        form = union(form, concat(long, exponents(low=exponent, high=exponent)))
+    return concat(_SIGN if value == 0 else _MINUS if value < 0 else EPSILON, form)
+
+
 def _texts_near(value: Fraction, near: Fraction) -> Language:
     """Everything that denotes `value` or a number less than `near` away from it, among the texts with bounds."""
-    if near:
-        around = NumberRange(low=value - near, low_open=True, high=value + near, high_open=True)
-    else:
-        around = NumberRange(low=value, high=value)
+    around = NumberRange(low=value - near, low_open=True, high=value + near, high_open=True)
     return union(*(_side(around, negative=sign, any_digits=True) for sign in (False, True)))
 
 
@@ -242,7 +295,7 @@ def _side(wanted: NumberRange, *, negative: bool, any_digits: bool = False) -> L
         plain = intersect(plain, _plain_at_most(high, strictly=high_open))
         scientific = intersect(scientific, complement(_scientific(high, strictly=not high_open)))
     if not any_digits:
-        scientific = intersect(scientific, concat(intersect(_MANTISSA, plain), _exponents()))
+        scientific = intersect(scientific, concat(intersect(_MANTISSA, plain), exponents()))
     form = union(plain, scientific)
     return concat(_MINUS, form) if negative else form
 
@@ -281,16 +334,14 @@ def _fraction_at_most(fraction: str, *, strictly: bool) -> Language:
 def _scientific(bound: Fraction = Fraction(0), *, strictly: bool = False) -> Language:
     """Magnitudes with an exponent, as floats are printed, of at least `bound` >= 0, or above it."""
     if bound == 0:
-        return concat(_MANTISSA, _exponents())
-    exponent = len(str(int(bound))) - 1 if bound >= 1 else 0
-    while bound < Fraction(10) ** exponent:
-        exponent -= 1
-    above = concat(_MANTISSA, _exponents(low=exponent + 1))
+        return concat(_MANTISSA, exponents())
+    exponent = _exponent_of(bound)
+    above = concat(_MANTISSA, exponents(low=exponent + 1))
     enough = intersect(_MANTISSA, complement(_plain_at_most(bound / Fraction(10) ** exponent, strictly=not strictly)))
-    return union(above, concat(enough, _exponents(low=exponent, high=exponent)))
+    return union(above, concat(enough, exponents(low=exponent, high=exponent)))
 
 
-def _exponents(*, low: int = _MIN_EXPONENT, high: int = _MAX_EXPONENT) -> Language:
+def exponents(*, low: int = _MIN_EXPONENT, high: int = _MAX_EXPONENT) -> Language:
     """`e+16` and the like, for the exponents of floats between `low` and `high`."""
     numbers = [
         n

@@ -6,6 +6,10 @@ Anchors and lookaheads become language algebra: a lookahead restricts whatever c
 
 from __future__ import annotations
 
+import itertools
+import math
+import operator
+
 from openengine.core.guides.language import (
     ANY_TEXT,
     EMPTY,
@@ -26,23 +30,28 @@ from openengine.core.guides.regex_syntax import (
     Node,
     Sequence,
     parse_regex,
-    plain_language,
     shown,
 )
+from openengine.core.guides.work import Work
 from openengine.errors import InvalidArgument
 
 __all__ = ["full_match", "search"]
 
 
-def full_match(pattern: str) -> Language:
-    """The texts that `pattern` matches as a whole. Raises InvalidArgument with the position and what is wrong there."""
-    return _Compiler(pattern).compile(parse_regex(pattern, ecma=False), EPSILON, at_start=True)
+def full_match(pattern: str, work: Work | None = None) -> Language:
+    """The texts that `pattern` matches as a whole; `work` bounds the time that this takes.
+
+    Raises InvalidArgument with the position and what is wrong there; TooComplex, CompileTimeout.
+    """
+    work = work or Work(math.inf)
+    return _Compiler(pattern, work).compile(parse_regex(pattern, work, ecma=False), EPSILON, at_start=True)
 
 
-def search(pattern: str) -> Language:
-    """The texts in which `pattern` matches somewhere, by the rules of JSON Schema (ECMA 262). Raises as `full_match`."""
-    node = parse_regex(pattern, ecma=True)
-    compiler = _Compiler(pattern)
+def search(pattern: str, work: Work | None = None) -> Language:
+    """The texts in which `pattern` matches somewhere, by the rules of JSON Schema (ECMA 262). As `full_match`."""
+    work = work or Work(math.inf)
+    node = parse_regex(pattern, work, ecma=True)
+    compiler = _Compiler(pattern, work)
     anywhere = compiler.compile(node, ANY_TEXT, at_start=False)
     if not _has_start(node):
         return concat(ANY_TEXT, anywhere)
@@ -55,11 +64,13 @@ _SOME_TEXT = repeat(chars([(0, 0x10FFFF)]), 1, None)
 class _Compiler:
     """Syntax to language, with the language of all that follows at hand."""
 
-    def __init__(self, pattern: str) -> None:
+    def __init__(self, pattern: str, work: Work) -> None:
         self._pattern = pattern
+        self._work = work
 
     def compile(self, node: Node, rest: Language, *, at_start: bool) -> Language:
         """Texts that `node` and then `rest` match."""
+        self._work.tick(1 + len(rest.parts))
         if isinstance(node, Language):
             return concat(node, rest)
         if node is Mark.START:
@@ -70,17 +81,16 @@ class _Compiler:
             ahead = self.compile(node.inner, ANY_TEXT, at_start=at_start)
             return intersect(complement(ahead) if node.negative else ahead, rest)
         if isinstance(node, Choice):
-            if (plain := plain_language(node)) is not None:
-                return concat(plain, rest)
             return union(*(self.compile(part, rest, at_start=at_start) for part in node.parts))
         if isinstance(node, Loop):
             return self._loop(node, rest, at_start)
         starts = [at_start]
         for part in node.parts:
             starts.append(starts[-1] and _is_zero_width(part))
+        nothing_before = [True, *itertools.accumulate(map(_may_be_empty, node.parts), operator.and_)]
         for index in range(len(node.parts) - 1, -1, -1):
             part = node.parts[index]
-            if starts[0] and not starts[index] and _has_start(part) and _may_be_empty(node.parts[:index]):
+            if starts[0] and not starts[index] and nothing_before[index] and _has_start(part):
                 raise InvalidArgument(
                     f"the regular expression {shown(self._pattern)} has '^' after an optional part, which is not supported"
                 )
@@ -88,8 +98,6 @@ class _Compiler:
         return rest
 
     def _loop(self, node: Loop, rest: Language, at_start: bool) -> Language:
-        if (plain := plain_language(node)) is not None:
-            return concat(plain, rest)
         if (node.low, node.high) == (0, 1):
             return union(self.compile(node.inner, rest, at_start=at_start), rest)
         if (node.low, node.high) == (1, 1):
@@ -114,14 +122,11 @@ def _is_zero_width(node: Node) -> bool:
     return isinstance(node, Mark | Look)
 
 
-def _may_be_empty(parts: tuple[Node, ...]) -> bool:
-    def empty(node: Node) -> bool:
-        if isinstance(node, Language):
-            return node.has_empty
-        if isinstance(node, Sequence):
-            return all(map(empty, node.parts))
-        if isinstance(node, Choice):
-            return any(map(empty, node.parts))
-        return node.low == 0 or empty(node.inner) if isinstance(node, Loop) else True
-
-    return all(map(empty, parts))
+def _may_be_empty(node: Node) -> bool:
+    if isinstance(node, Language):
+        return node.has_empty
+    if isinstance(node, Sequence):
+        return all(map(_may_be_empty, node.parts))
+    if isinstance(node, Choice):
+        return any(map(_may_be_empty, node.parts))
+    return node.low == 0 or _may_be_empty(node.inner) if isinstance(node, Loop) else True

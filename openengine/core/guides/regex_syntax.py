@@ -9,18 +9,27 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 import unicodedata
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
-from openengine.core.guides.language import Language, chars, concat, negated_ranges, repeat, union
+from openengine.core.guides.language import EPSILON, Language, chars, concat, literal, negated_ranges, repeat, union
+from openengine.core.guides.work import Work
 from openengine.errors import InvalidArgument
 
-__all__ = ["Choice", "Look", "Loop", "Mark", "Node", "Sequence", "parse_regex", "plain_language", "shown"]
+__all__ = ["Choice", "Look", "Loop", "Mark", "Node", "Sequence", "parse_regex", "shown"]
 
 _MAX_DEPTH = 120
 _MAX_REPEAT = 100_000
 _MAX_COUNT_DIGITS = 20
+_MAX_MARKS = 4000  # each copies what follows it
+_RANGES_PER_TICK = 16
+_COUNT = re.compile(r"\{([0-9, ]+)\}")
+_BOUNDS = re.compile(r"([0-9]+)(,?)([0-9]*)")
+_HEX = re.compile(r"[0-9A-Fa-f]{1,8}")
+_LOW_SURROGATE = re.compile(r"\\u([dD][c-fC-F][0-9A-Fa-f]{2})")
 _DIGIT = ((0x30, 0x39),)
 _WORD = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
 _ASCII_SPACE = ((0x09, 0x0D), (0x20, 0x20))
@@ -75,29 +84,15 @@ class Loop:
 
 
 Node = Language | Mark | Look | Sequence | Choice | Loop
+"""What has no anchor or lookahead in it is a Language."""
 
 
-def parse_regex(pattern: str, *, ecma: bool) -> Node:
+def parse_regex(pattern: str, work: Work, *, ecma: bool) -> Node:
     """The syntax of `pattern`, in the dialect of JSON Schema or the common one.
 
-    Raises InvalidArgument with the position and what is wrong there.
+    Raises InvalidArgument with the position and what is wrong there; TooComplex, CompileTimeout.
     """
-    return _Parser(pattern, ecma=ecma).parse()
-
-
-def plain_language(node: Node) -> Language | None:
-    """The language of a node without anchors and lookaheads."""
-    if isinstance(node, Language):
-        return node
-    if isinstance(node, Mark | Look):
-        return None
-    if isinstance(node, Loop):
-        inner = plain_language(node.inner)
-        return None if inner is None else repeat(inner, node.low, node.high)
-    parts = [plain_language(part) for part in node.parts]
-    if any(part is None for part in parts):
-        return None
-    return union(*parts) if isinstance(node, Choice) else concat(*parts)
+    return _Parser(pattern, work, ecma=ecma).parse()
 
 
 def shown(pattern: str) -> str:
@@ -108,12 +103,16 @@ def shown(pattern: str) -> str:
 class _Parser:
     """Text to syntax."""
 
-    def __init__(self, pattern: str, *, ecma: bool) -> None:
+    def __init__(self, pattern: str, work: Work, *, ecma: bool) -> None:
         self._text = pattern
+        self._work = work
         self._at = 0
         self._ecma = ecma
         self._depth = 0
         self._ignore_case = False
+        self._num_marks = 0
+        self._known: dict[str, Language] = {}  # by their writing
+        self._properties: dict[str, tuple[tuple[int, int], ...]] = {}
 
     def parse(self) -> Node:
         if self._take("(?i)"):
@@ -131,28 +130,54 @@ class _Parser:
         while self._take("|"):
             parts.append(self._sequence())
         self._depth -= 1
-        return parts[0] if len(parts) == 1 else Choice(tuple(parts))
+        plain = [part for part in parts if isinstance(part, Language)]
+        others = [part for part in parts if not isinstance(part, Language)]
+        if not others:
+            return union(*plain, work=self._work)
+        if plain:
+            others.append(union(*plain, work=self._work))
+        return others[0] if len(others) == 1 else Choice(tuple(others))
 
     def _sequence(self) -> Node:
         parts: list[Node] = []
         while self._at < len(self._text) and self._peek() not in "|)":
             parts.append(self._repeated())
         joined: list[Node] = []
-        for is_plain, group in itertools.groupby(map(_simplified, parts), lambda part: isinstance(part, Language)):
+        for is_plain, group in itertools.groupby(parts, lambda part: isinstance(part, Language)):
             members = list(group)
-            joined.extend([concat(*members)] if is_plain else members)
+            joined.extend([self._concat(members)] if is_plain else members)
+        if not joined:
+            return EPSILON
         return joined[0] if len(joined) == 1 else Sequence(tuple(joined))
 
+    def _concat(self, parts: Iterable[Language]) -> Language:
+        """One after the other; characters that stand side by side as one text, of which there may be very many."""
+        found: list[Language] = []
+        text: list[str] = []
+        for part in parts:
+            self._work.tick()
+            if part.fixed_text is not None:
+                text.append(part.fixed_text)
+                continue
+            found += [literal("".join(text)), part]
+            text.clear()
+        return concat(*found, literal("".join(text)), work=self._work)
+
     def _repeated(self) -> Node:
+        self._work.tick()
         start = self._at
         node = self._atom()
+        depth = 0
         while (bounds := self._quantifier()) is not None:
+            depth += 1
+            if depth > _MAX_DEPTH:
+                raise self._error(f"more than {_MAX_DEPTH} repetitions of one another", start)
             if isinstance(node, Mark | Look):
                 raise self._error("nothing to repeat", start)
             if self._at > start and self._take("+"):
                 raise self._error("possessive quantifiers are not supported")
             self._take("?")  # laziness chooses between matches, not between texts
-            node = Loop(node, *bounds, start)
+            node = repeat(node, *bounds) if isinstance(node, Language) else Loop(node, *bounds, start)
         return node
 
     def _quantifier(self) -> tuple[int, int | None] | None:
@@ -161,17 +186,19 @@ class _Parser:
                 return bounds
         if self._peek() != "{":
             return None
-        start, end = self._at, self._text.find("}", self._at)
-        low, comma, high = self._text[start + 1 : end].partition(",") if end > 0 else ("", "", "")
-        if not low.isdecimal() or not low.isascii() or (high and not (high.isdecimal() and high.isascii())):
-            if end > 0 and not self._text[start + 1 : end].strip("0123456789, ") and end > start + 1:
-                raise self._error(
-                    f"{self._text[start : end + 1]} is a repetition in some dialects and literal text in others; "
-                    "write both bounds without spaces, as in {0,2}, or \\{ for the brace itself",
-                    start,
-                )
+        start = self._at
+        count = _COUNT.match(self._text, start)
+        if count is None:
             return None  # a literal brace
-        self._at = end + 1
+        bounds = _BOUNDS.fullmatch(count[1])
+        if bounds is None:
+            raise self._error(
+                f"{count[0]:.40} is a repetition in some dialects and literal text in others; "
+                "write both bounds without spaces, as in {0,2}, or \\{ for the brace itself",
+                start,
+            )
+        low, comma, high = bounds.groups()
+        self._at = count.end()
         if max(len(low), len(high)) > _MAX_COUNT_DIGITS:
             raise self._error(f"a repetition count over {_MAX_REPEAT}", start)
         least, most = int(low), (int(high) if high else None) if comma else int(low)
@@ -191,18 +218,20 @@ class _Parser:
         if char == "{" and self._quantifier() is not None:
             raise self._error("nothing to repeat", start)
         self._at += 1
-        if char == "^":
-            return Mark.START
-        if char == "$":
-            return Mark.END
+        if char in "^$":
+            return self._mark(Mark(char), start)
         if char == ".":
             ends = (0x0A, 0x0D, 0x2028, 0x2029) if self._ecma else (0x0A,)
-            return chars(negated_ranges((end, end) for end in ends))
+            if char not in self._known:
+                self._known[char] = chars(negated_ranges((end, end) for end in ends))
+            return self._known[char]
         if char == "\\":
             return self._escape()
         if char in "*+?":
             raise self._error("nothing to repeat", self._at - 1)
-        return self._chars([(ord(char), ord(char))])
+        if char not in self._known:
+            self._known[char] = self._chars([(ord(char), ord(char))])
+        return self._known[char]
 
     def _group(self) -> Node:
         start = self._at
@@ -224,17 +253,23 @@ class _Parser:
         node = self._choice()
         if not self._take(")"):
             raise self._error("missing ')' for the group", start)
-        return node if look is None else Look(node, look, start)
+        return node if look is None else self._mark(Look(node, look, start), start)
+
+    def _mark(self, node: Mark | Look, start: int) -> Mark | Look:
+        self._num_marks += 1
+        if self._num_marks > _MAX_MARKS:
+            raise self._error(f"more than {_MAX_MARKS} anchors and lookaheads", start)
+        return node
 
     def _class(self) -> Language:
         start = self._at
         self._at += 1
         negative = self._take("^")
-        ranges: list[tuple[int, int]] = []
+        ranges: dict[tuple[int, int], None] = {}
         # ECMA's [] matches nothing; elsewhere a leading ']' is a character. Both are rare and told apart by the dialect.
         if self._peek() == "]" and not self._ecma:
             self._at += 1
-            ranges.append((0x5D, 0x5D))
+            ranges[0x5D, 0x5D] = None
         while not self._take("]"):
             if self._at >= len(self._text):
                 raise self._error("missing ']' for the character class", start)
@@ -242,20 +277,21 @@ class _Parser:
                 raise self._error(f"{self._text[self._at : self._at + 2]!r} in a character class is not supported")
             at = self._at
             low = self._class_member()
+            self._work.tick(1 + len(low) // _RANGES_PER_TICK)
             if self._peek() == "-" and self._text[self._at + 1 : self._at + 2] not in ("]", ""):
                 self._at += 1
                 high = self._class_member()
                 if len(low) > 1 or low[0][0] != low[0][1] or len(high) > 1 or high[0][0] != high[0][1]:
                     if not self._ecma:
                         raise self._error("a character class has a range between classes", at)
-                    ranges += [*low, (0x2D, 0x2D), *high]  # ECMA's reading of [\w-.]
+                    ranges |= dict.fromkeys([*low, (0x2D, 0x2D), *high])  # ECMA's reading of [\w-.]
                     continue
                 if high[0][0] < low[0][0]:
                     raise self._error("a character range has its ends in the wrong order", at)
-                ranges.append((low[0][0], high[0][0]))
+                ranges[low[0][0], high[0][0]] = None
             else:
-                ranges += low
-        result = self._chars(ranges)
+                ranges |= dict.fromkeys(low)
+        result = self._chars(list(ranges))
         return chars(negated_ranges(result.parts)) if negative else result
 
     def _class_member(self) -> list[tuple[int, int]]:
@@ -284,7 +320,13 @@ class _Parser:
             return chars(ranges if char.islower() else negated_ranges(ranges))
         if char in "pP":
             ranges = self._property(start)
-            return chars(ranges if char == "p" else negated_ranges(ranges))
+            if self._ignore_case and not in_class:
+                raise self._error("case-insensitive matching beyond ASCII is not supported", start)
+            written = self._text[start : self._at]
+            if written not in self._known:
+                self._known[written] = chars(ranges if char == "p" else negated_ranges(ranges))
+            self._work.tick(1 + len(ranges) // _RANGES_PER_TICK)
+            return self._known[written]
         if char in "xu":
             return self._chars([(self._code_point(char, start),) * 2])
         if char in _CONTROL_ESCAPES and not (char == "0" and self._peek().isdecimal()):
@@ -293,7 +335,7 @@ class _Parser:
             self._at += 1
             return chars([(ord(self._text[self._at - 1]) % 32,) * 2])
         if char in "AzZ" and not in_class:
-            return Mark.START if char == "A" else Mark.END
+            return self._mark(Mark.START if char == "A" else Mark.END, start)
         if char in "bB":
             raise self._error(f"the word boundary \\{char} is not supported", start)
         if char.isdecimal() or char == "k":
@@ -313,18 +355,15 @@ class _Parser:
             self._at += width
             if len(digits) < width:
                 digits = ""
-        try:
-            value = int(digits, 16) if digits.isalnum() else -1
-        except ValueError:
-            value = -1
+        value = int(digits, 16) if _HEX.fullmatch(digits) else -1
         if not 0 <= value <= 0x10FFFF:
             raise self._error(f"the escape \\{kind} is malformed", start)
         if 0xD800 <= value < 0xDC00 and self._text.startswith("\\u", self._at):
-            self._at += 2
-            low = self._code_point("u", start)
-            if not 0xDC00 <= low < 0xE000:
+            low = _LOW_SURROGATE.match(self._text, self._at)
+            if low is None:
                 raise self._error("the escape \\u holds half of a surrogate pair", start)
-            return 0x10000 + (value - 0xD800) * 0x400 + low - 0xDC00
+            self._at = low.end()
+            return 0x10000 + (value - 0xD800) * 0x400 + int(low[1], 16) - 0xDC00
         return value
 
     def _property(self, start: int) -> tuple[tuple[int, int], ...]:
@@ -334,10 +373,16 @@ class _Parser:
             end = self._text.find("}", self._at)
             name = self._text[self._at : end] if end > 0 else ""
             self._at = end + 1
-        category = _CATEGORIES.get(name.rpartition("=")[2], name.rpartition("=")[2])
-        ranges = _category_ranges(category)
+        kind, _, category = name.rpartition("=")
+        category = _CATEGORIES.get(category, category)
+        if not name or kind not in _CATEGORY_KINDS or (category and not _CATEGORY.fullmatch(category)):
+            ranges = ()
+        else:
+            if name not in self._properties:
+                self._properties[name] = _category_ranges(category, self._work)
+            ranges = self._properties[name]
         if not ranges:
-            raise self._error(f"the Unicode property {name!r} is not supported (general categories are)", start)
+            raise self._error(f"the Unicode property {name!r:.60} is not supported (general categories are)", start)
         return ranges
 
     def _chars(self, ranges: list[tuple[int, int]]) -> Language:
@@ -366,11 +411,8 @@ class _Parser:
         return InvalidArgument(f"the regular expression {shown(self._text)} is refused at position {position}: {what}")
 
 
-def _simplified(node: Node) -> Node:
-    plain = plain_language(node)
-    return node if plain is None else plain
-
-
+_CATEGORY_KINDS = ("", "gc", "General_Category")
+_CATEGORY = re.compile("[LMNPSZC][a-z]?")
 _CATEGORIES = {
     "Letter": "L",
     "Lowercase_Letter": "Ll",
@@ -388,16 +430,29 @@ _CATEGORIES = {
 }
 
 
-@functools.cache
-def _category_ranges(category: str) -> tuple[tuple[int, int], ...]:
+_BLOCK = 0x1000
+
+
+def _category_ranges(category: str, work: Work) -> tuple[tuple[int, int], ...]:
     """Code points whose Unicode general category begins with `category`."""
-    if category and (category[0] not in "LMNPSZC" or len(category) > 2):
-        return ()
-    ranges: list[list[int]] = []
-    for code in range(0x110000):
-        if unicodedata.category(chr(code)).startswith(category):
-            if ranges and ranges[-1][1] == code - 1:
-                ranges[-1][1] = code
+    found: list[tuple[int, int]] = []
+    for block in range(0, 0x110000, _BLOCK):
+        work.tick(8)
+        for low, high, name in _category_runs(block):
+            if not name.startswith(category):
+                continue
+            if found and found[-1][1] == low - 1:
+                found[-1] = (found[-1][0], high)
             else:
-                ranges.append([code, code])
-    return tuple((low, high) for low, high in ranges)
+                found.append((low, high))
+    return tuple(found)
+
+
+@functools.cache
+def _category_runs(block: int) -> tuple[tuple[int, int, str], ...]:
+    """(first, last, category) of the runs of one category from `block` on."""
+    runs: list[tuple[int, int, str]] = []
+    for name, group in itertools.groupby(range(block, block + _BLOCK), lambda code: unicodedata.category(chr(code))):
+        codes = list(group)
+        runs.append((codes[0], codes[-1], name))
+    return tuple(runs)

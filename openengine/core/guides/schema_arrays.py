@@ -46,7 +46,7 @@ class ArrayMachine:
     def __init__(self, shape: ArrayShape, solver: ShapeSolver) -> None:
         self._shape = shape
         self._solver = solver
-        self._where = shape.unique or ("", "contains")
+        self._where = shape.unique or shape.contains[0].where
         # More than one item is what makes them unique or not.
         self._is_unique = shape.unique is not None and (shape.high is None or shape.high > 1)
         self._start = _State(0, (0,) * len(shape.contains), frozenset())
@@ -138,10 +138,10 @@ class ArrayMachine:
     def _values(self, goal: Goal) -> list[Value]:
         found: list[Value] = []
         for shape in self._solver.shapes(goal):
-            listed = shape.range.values() if isinstance(shape, NumberShape) else None
+            listed = shape.range.values(_MAX_VALUES) if isinstance(shape, NumberShape) else None
             if isinstance(shape, Values):
                 found.extend(shape.values)
-            elif listed is not None and len(listed) <= _MAX_VALUES:
+            elif listed is not None:
                 found.extend(Value.of(value) for value in listed)
             else:
                 raise unsupported(

@@ -11,11 +11,12 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from openengine.core.guides.grammar import Grammar
+from openengine.core.guides.grammar import Grammar, GrammarTooLarge
 from openengine.core.guides.json_text import (
     CLOSE_ARRAY,
     CLOSE_OBJECT,
@@ -25,9 +26,10 @@ from openengine.core.guides.json_text import (
     json_string,
     key_of,
 )
-from openengine.core.guides.language import EMPTY, Language, intersect, literal, union
+from openengine.core.guides.language import EMPTY, Language, TooComplex, intersect, literal, union
 from openengine.core.guides.numbers import NotRegular, NumberRange, number_texts, texts_of
 from openengine.core.guides.schema_arrays import ArrayMachine
+from openengine.core.guides.schema_multiples import TooManyRemainders, add_multiples
 from openengine.core.guides.schema_shapes import (
     ArrayShape,
     Goal,
@@ -38,20 +40,19 @@ from openengine.core.guides.schema_shapes import (
     Values,
 )
 from openengine.core.guides.schema_solver import ShapeSolver
-from openengine.core.guides.schema_source import SchemaDocument, unsupported
+from openengine.core.guides.schema_source import TOO_COMPLEX, SchemaDocument, unsupported
 from openengine.core.guides.work import Work
 from openengine.errors import InvalidArgument
 
 __all__ = ["SchemaRules", "add_schema"]
 
 _MAX_GOALS = 20_000
+_TICKS_PER_RULE = 32  # writing one takes that much longer than a small step
 _MAX_WANTED = 3
 _BLOCK = 32
 _MAX_COUNTED = 10_000
 _MAX_NESTED = 200
 _MAX_OPTIONAL = 900  # each is two of the 2000 items that the backend follows at one place of a text
-_MAX_STEP_DIGITS = 9
-_MAX_EXACT = 2**53  # the backend takes the bounds of multiples for floats
 _NOTES = ("$comment", "$defs", "$id", "$schema", "default", "definitions", "description", "examples", "title")
 
 
@@ -68,7 +69,7 @@ def add_schema(grammar: Grammar, content: Any, work: Work) -> SchemaRules:
 
     Raises InvalidArgument naming a JSON pointer and keyword when it is malformed, unsupported, or no value meets it.
     """
-    solver = ShapeSolver(SchemaDocument(content), work)
+    solver = ShapeSolver(SchemaDocument(content, work), work)
     goal = solver.goal((solver.document.root, True))
     writer = _Writer(grammar, solver, _Productive(solver, goal))
     if not writer.productive.has(goal):
@@ -97,16 +98,20 @@ class _Productive:
         self._true: set[Goal] = set()
         pending = [root]
         for goal in pending:
-            for inner in dict.fromkeys(self._parts(goal)):
+            solver.work.tick()
+            with _named(goal):
+                parts = list(dict.fromkeys(self._parts(goal)))
+            for inner in parts:
                 if inner not in self._users:
                     self._users[inner] = []
                     pending.append(inner)
                     if len(pending) > _MAX_GOALS:
-                        raise InvalidArgument(f"the JSON schema is too large: it has more than {_MAX_GOALS} parts")
+                        raise unsupported(*_where(goal), f"with it the schema has more than {_MAX_GOALS} parts")
                 self._users[inner].append(goal)
         # From the leaves up: a goal is looked at again each time one of its parts turns out to be productive.
         while pending:
             goal = pending.pop()
+            solver.work.tick()
             if goal not in self._true and any(map(self.shape_is, solver.shapes(goal))):
                 self._true.add(goal)
                 pending.extend(self._users[goal])
@@ -181,15 +186,20 @@ class _Writer:
         start = self._symbol(root)
         while self._pending:
             goal = self._pending.pop()
-            shapes = [shape for shape in self._solver.shapes(goal) if self.productive.shape_is(shape)]
-            alternatives = self._scalars(goal, shapes)
-            for shape in shapes:
-                if isinstance(shape, ArrayShape):
-                    alternatives.append(self._write_array(shape))
-                elif isinstance(shape, ObjectShape):
-                    alternatives.append(self._write_object(shape))
-            self._grammar.define(self._symbols[goal], alternatives)
+            self._solver.work.tick(_TICKS_PER_RULE)
+            with _named(goal):
+                self._grammar.define(self._symbols[goal], self._alternatives(goal))
         return start
+
+    def _alternatives(self, goal: Goal) -> list[str]:
+        shapes = [shape for shape in self._solver.shapes(goal) if self.productive.shape_is(shape)]
+        alternatives = self._scalars(shapes)
+        for shape in shapes:
+            if isinstance(shape, ArrayShape):
+                alternatives.append(self._write_array(shape, goal))
+            elif isinstance(shape, ObjectShape):
+                alternatives.append(self._write_object(shape))
+        return alternatives
 
     def _symbol(self, goal: Goal) -> str:
         symbol = self._symbols.get(goal)
@@ -200,7 +210,7 @@ class _Writer:
 
     # ---- scalars and listed values
 
-    def _scalars(self, goal: Goal, shapes: Iterable[Shape]) -> list[str]:
+    def _scalars(self, shapes: Iterable[Shape]) -> list[str]:
         texts: list[Language] = []
         alternatives: list[str] = []
         strings: list[Language] = []
@@ -211,7 +221,7 @@ class _Writer:
                 try:
                     texts.append(number_texts(shape.range))
                 except NotRegular:
-                    alternatives.append(self._multiples(shape.range, goal))
+                    alternatives.append(self._multiples(shape.range))
             elif isinstance(shape, Values) and shape.kind == "string":
                 strings.extend(literal(value.content) for value in shape.values)
             elif isinstance(shape, Values) and shape.kind in ("array", "object"):
@@ -224,29 +234,11 @@ class _Writer:
         alternatives.extend(self._grammar.symbol(text) for text in texts if text != EMPTY)
         return alternatives
 
-    def _multiples(self, wanted: NumberRange, goal: Goal) -> str:
-        if wanted.excluded or wanted.is_integer is False:
-            schema = goal[0][0]
-            raise unsupported(schema.at("multipleOf"), "multipleOf", "it cannot be combined with excluded numbers")
-        if len(_digits(wanted.multiple_of)) > _MAX_STEP_DIGITS:
-            schema = goal[0][0]
-            raise unsupported(schema.at("multipleOf"), "multipleOf", f"it has more than {_MAX_STEP_DIGITS} digits")
-        if any(bound is not None and abs(bound) > _MAX_EXACT for bound in (wanted.low, wanted.high)):
-            schema = goal[0][0]
-            raise unsupported(
-                schema.at("multipleOf"), "multipleOf", f"it cannot be combined with bounds beyond {_MAX_EXACT}"
-            )
-        content = [
-            f'"type":"{"integer" if wanted.is_integer else "number"}"',
-            f'"multipleOf":{_digits(wanted.multiple_of)}',
-        ]
-        for name, bound, is_open in (
-            ("inimum", wanted.low, wanted.low_open),
-            ("aximum", wanted.high, wanted.high_open),
-        ):
-            if bound is not None:
-                content.append(f'"{"exclusiveM" if is_open else "m"}{name}":{_digits(bound)}')
-        return self._grammar.rule([f"%json {{{','.join(content)}}}"])
+    def _multiples(self, wanted: NumberRange) -> str:
+        try:
+            return add_multiples(self._grammar, wanted, self._solver.work)
+        except TooManyRemainders as exc:
+            raise unsupported(wanted.multiple_at, "multipleOf", str(exc)) from None
 
     def _value(self, value: Any) -> str:
         if isinstance(value, list):
@@ -264,7 +256,7 @@ class _Writer:
 
     # ---- arrays
 
-    def _write_array(self, shape: ArrayShape) -> str:
+    def _write_array(self, shape: ArrayShape, goal: Goal) -> str:
         start, end = self._array
         if shape.contains or shape.unique:
             machine = self.productive.machine(shape)
@@ -283,7 +275,9 @@ class _Writer:
             body = f"{items} {rest}"
             return f"{start} {body} {end}" if more_low else f"{start} ({body})? {end}"
         if len(prefix) > _MAX_NESTED:
-            raise InvalidArgument(f"an array of the JSON schema has more than {_MAX_NESTED} items of their own")
+            raise unsupported(
+                *_where(goal), f"it is an array of more than {_MAX_NESTED} items with schemas of their own"
+            )
         rest = ""
         if more_high != 0:
             rest = _repeated(f"{self._comma} {self._symbol(shape.items)}", more_low, more_high)
@@ -311,6 +305,7 @@ class _Writer:
         return f"{start} {self._counted_members(shape, declared, others, rest)} {end}"
 
     def _member(self, names: Language, goal: Goal) -> str:
+        self._solver.work.tick()
         return f"{self._grammar.symbol(key_of(names))} {self._symbol(goal)}"
 
     def _free_members(self, declared: list[tuple[str, bool]], rest: str | None) -> str:
@@ -423,6 +418,25 @@ class _Writer:
         return after[every]
 
 
+@contextmanager
+def _named(goal: Goal) -> Iterator[None]:
+    """Says where it was that something became too large."""
+    try:
+        yield
+    except (GrammarTooLarge, TooComplex, RecursionError):
+        raise unsupported(*_where(goal), TOO_COMPLEX) from None
+
+
+def _where(goal: Goal) -> tuple[str, str]:
+    """Pointer and keyword of the last schema of a goal, by and large what makes it what it is."""
+    schema = next((schema for schema, _ in reversed(goal) if isinstance(schema.content, dict)), None)
+    keywords = [key for key in schema.content if key not in _NOTES] if schema else []
+    if not keywords:
+        return "", "type"
+    keyword = next((key for key in keywords if key != "type"), keywords[0])
+    return schema.at(keyword), keyword
+
+
 def _check_optional(shape: ObjectShape) -> None:
     """Raises InvalidArgument where the backend could not follow all the members that may come next."""
     runs = itertools.groupby(is_required for _, _, is_required in shape.declared)
@@ -447,12 +461,3 @@ def _scalar_text(value: Any) -> Language:
     if value is None or isinstance(value, bool):
         return literal(json.dumps(value))
     return texts_of(Fraction(value))
-
-
-def _digits(value: Fraction) -> str:
-    """A decimal fraction in digits."""
-    places = 0
-    while (value * 10**places).denominator != 1:
-        places += 1
-    text = f"{int(abs(value) * 10**places):0{places + 1}d}"
-    return ("-" if value < 0 else "") + (f"{text[:-places]}.{text[-places:]}" if places else text)

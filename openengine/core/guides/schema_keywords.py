@@ -236,7 +236,8 @@ def _exclusive_maximum(solver: ShapeSolver, state: NumberShape, schema: Schema, 
 def _multiple_of(solver: ShapeSolver, state: NumberShape, schema: Schema, holds: bool) -> list[State]:
     if not holds:
         raise unsupported(schema.at("multipleOf"), "multipleOf", "it cannot be negated")
-    return [NumberShape(state.range.with_multiple(Fraction(schema.content["multipleOf"])))]
+    step = Fraction(schema.content["multipleOf"])
+    return [NumberShape(state.range.with_multiple(step, schema.at("multipleOf")))]
 
 
 def _search(solver: ShapeSolver, schema: Schema, keyword: str, pattern: str) -> Language:
@@ -296,7 +297,8 @@ def _items(solver: ShapeSolver, state: ArrayShape, schema: Schema, holds: bool) 
         if prefix and wrong:
             raise unsupported(schema.at(rest), rest, "it cannot be negated after a prefix")
         if wrong:
-            found.append(replace(state, contains=(*state.contains, Contains(wrong, None, 1, None))))
+            entry = Contains(wrong, None, 1, None, (schema.at(rest), rest))
+            found.append(replace(state, contains=(*state.contains, entry)))
         else:
             found.append(replace(state, low=max(state.low, len(prefix) + 1)))
     return found
@@ -344,7 +346,7 @@ def _contains(solver: ShapeSolver, state: ArrayShape, schema: Schema, holds: boo
         elif (least, most) == (0, None):
             found.append(state)
         else:
-            entry = Contains(goal, None if most is None else others, least, most)
+            entry = Contains(goal, None if most is None else others, least, most, (schema.at("contains"), "contains"))
             found.append(replace(state, contains=(*state.contains, entry)))
     return found
 
@@ -361,7 +363,8 @@ def _properties(solver: ShapeSolver, state: ObjectDraft, schema: Schema, holds: 
         for text in content.get("patternProperties", {})
     }
     rest = solver.document.child(schema, "additionalProperties") if "additionalProperties" in schema else None
-    where = (schema.pointer, "properties")
+    keyword = next(each for each in ("properties", "patternProperties", "additionalProperties") if each in schema)
+    where = (schema.at(keyword), keyword)
     if holds:
         source = MemberRule(
             tuple((name, solver.goal((part, True))) for name, part in named.items()),
@@ -419,10 +422,11 @@ def _dependencies(solver: ShapeSolver, state: ObjectDraft, schema: Schema, holds
 
 def _property_names(solver: ShapeSolver, state: ObjectDraft, schema: Schema, holds: bool) -> list[State]:
     part = solver.document.child(schema, "propertyNames")
+    where = (schema.at("propertyNames"), "propertyNames")
     if holds:
-        return [replace(state, names=solver.goal(state.names, (part, True)), where=(schema.pointer, "propertyNames"))]
+        return [replace(state, names=solver.goal(state.names, (part, True)), where=where)]
     wrong = solver.string_language(solver.goal((part, False)))
-    return [] if wrong == EMPTY else [replace(state, some=(*state.some, wrong))]
+    return [] if wrong == EMPTY else [replace(state, some=(*state.some, wrong), where=where)]
 
 
 def _min_properties(solver: ShapeSolver, state: ObjectDraft, schema: Schema, holds: bool) -> list[State]:

@@ -6,7 +6,7 @@ A *goal* is a conjunction of literals (schema, holds or not). See schema_solver.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from openengine.core.guides.language import ANY_TEXT, EMPTY, Language, intersect, union
@@ -59,12 +59,16 @@ class StringShape:
 
 @dataclass(frozen=True, slots=True)
 class Contains:
-    """Between `low` and `high` items meet `goal`; `others` is its negation, needed where there is a `high`."""
+    """Between `low` and `high` items meet `goal`; `others` is its negation, needed where there is a `high`.
+
+    where: pointer and keyword that ask for it.
+    """
 
     goal: Goal
     others: Goal | None
     low: int
     high: int | None
+    where: tuple[str, str] = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True)

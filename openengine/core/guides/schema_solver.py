@@ -43,13 +43,14 @@ from openengine.core.guides.schema_shapes import (
     merged_strings,
     unique,
 )
-from openengine.core.guides.schema_source import TYPES, Schema, SchemaDocument, unsupported
+from openengine.core.guides.schema_source import TOO_COMPLEX, TYPES, Schema, SchemaDocument, unsupported
 from openengine.core.guides.schema_values import Validator, Value
 from openengine.core.guides.work import Work
 
 __all__ = ["ShapeSolver"]
 
 _MAX_CLASSES = 64
+_TICKS_PER_SCHEMA = 8  # what it asks of one type takes that much longer than a small step
 _NEVER: Final[Goal] = ((Schema(False, "", ""), True),)
 
 
@@ -120,7 +121,7 @@ class ShapeSolver:
                 if not self.surely_empty(state.language):
                     shapes[state] = None
             elif isinstance(state, NumberShape):
-                if state.range.values() != []:
+                if not state.range.is_empty():
                     shapes[state] = None
             elif state.high is None or state.low <= state.high:
                 shapes[state] = None
@@ -139,7 +140,7 @@ class ShapeSolver:
 
     def refine(self, states: list[State], schema: Schema, holds: bool) -> list[State]:
         """The states that also meet (or do not meet) `schema`."""
-        self.work.tick()
+        self.work.tick(_TICKS_PER_SCHEMA)
         if not states:
             return []
         if isinstance(schema.content, bool):
@@ -161,15 +162,23 @@ class ShapeSolver:
 
     def _assert(self, states: list[State], schema: Schema) -> list[State]:
         for rule in rules_of(schema, is_legacy=self.document.is_legacy):
-            states = unique(state for old in states for state in self._apply(old, schema, rule, True))
-            check_size(states, schema, rule.keywords)
+            states = self._applied(states, schema, rule, True)
         return states
 
     def _deny(self, states: list[State], schema: Schema) -> list[State]:
         found: list[State] = []
         for rule in rules_of(schema, is_legacy=self.document.is_legacy):
-            found = unique([*found, *(state for old in states for state in self._apply(old, schema, rule, False))])
+            found = unique([*found, *self._applied(states, schema, rule, False)])
             check_size(found, schema, rule.keywords)
+        return found
+
+    def _applied(self, states: list[State], schema: Schema, rule: Rule, holds: bool) -> list[State]:
+        try:
+            found = unique(state for old in states for state in self._apply(old, schema, rule, holds))
+        except (TooComplex, RecursionError):
+            keyword = next(keyword for keyword in rule.keywords if keyword in schema)
+            raise unsupported(schema.at(keyword), keyword, TOO_COMPLEX) from None
+        check_size(found, schema, rule.keywords)
         return found
 
     def _apply(self, state: State, schema: Schema, rule: Rule, holds: bool) -> Iterable[State]:
@@ -206,6 +215,7 @@ class ShapeSolver:
         declared: dict[str, Goal] = {}
         for name in (*(name for source in state.sources for name, _ in source.properties), *state.required):
             if name not in declared:
+                self.work.tick()
                 goal = self.goal(*(_goal_for(source, named, name) for source, named in sources))
                 is_out = (
                     name in state.absent
@@ -244,6 +254,7 @@ class ShapeSolver:
             for pattern, wanted in source.patterns:
                 parts = []
                 for language, goal, is_matched in split:
+                    self.work.tick()
                     parts.append((intersect(language, pattern), self.goal(goal, wanted), True))
                     parts.append((intersect(language, complement(pattern)), goal, is_matched))
                 split = [part for part in parts if not self.surely_empty(part[0])]

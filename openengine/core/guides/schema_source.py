@@ -14,9 +14,15 @@ from fractions import Fraction
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
+from openengine.core.guides.work import Work
 from openengine.errors import InvalidArgument
 
-__all__ = ["TYPES", "Schema", "SchemaDocument", "parse_json", "schema_error", "unsupported"]
+__all__ = ["TOO_COMPLEX", "TYPES", "Schema", "SchemaDocument", "parse_json", "schema_error", "unsupported"]
+
+TOO_COMPLEX = (
+    "it is too complex: what it asks for is nested too deeply, has too many alternatives, combines too many patterns, or "
+    "repeats large repetitions"
+)
 
 TYPES = ("null", "boolean", "number", "string", "array", "object")
 
@@ -144,12 +150,13 @@ def unsupported(pointer: str, keyword: str, why: str) -> InvalidArgument:
 class SchemaDocument:
     """Looks schemas up. `root` is the whole document; a dict of the document is always the same `Schema`."""
 
-    def __init__(self, content: Any) -> None:
+    def __init__(self, content: Any, work: Work | None = None) -> None:
         _check_is_schema(content, "", "the document")
+        self._work = work
         self._known: dict[int, Schema] = {}
         self._anchors: dict[str, Schema] = {}
         self._made: dict[Any, Schema] = {}
-        self._draft = _draft_of(content)
+        self._draft = _draft_of(content, "/$schema")
         self.is_legacy = self._draft in _LEGACY
         self.root = self._index(content, "", "")
 
@@ -217,13 +224,17 @@ class SchemaDocument:
         first: Schema | None = None
         while pending:
             content, pointer, base = pending.pop()
+            if self._work is not None:
+                self._work.tick()
             if isinstance(content, bool):
                 schema = self.made((pointer, content), content, pointer, base)
             else:
                 if id(content) in self._known:
                     continue
                 if pointer.count("/") > 2 * _MAX_DEPTH:
-                    raise InvalidArgument(f"the JSON schema is nested more than {_MAX_DEPTH} levels deep")
+                    raise unsupported(
+                        pointer, pointer.rpartition("/")[2], f"it is nested more than {_MAX_DEPTH} levels deep"
+                    )
                 schema = self._register(content, pointer, base)
                 pending.extend((inner, at, schema.base) for inner, at in _subschemas(schema))
             first = first or schema
@@ -252,6 +263,20 @@ class SchemaDocument:
 
     def _check_draft(self, schema: Schema) -> None:
         """Refuse what the draft that `$schema` names does not know, for its author meant another."""
+        if "$schema" in schema and (draft := _draft_of(schema.content, schema.at("$schema"))) != self._draft:
+            raise unsupported(
+                schema.at("$schema"),
+                "$schema",
+                f"it names {draft} within a schema of {self._draft}; write all of the document in one draft",
+            )
+        for keyword in ("exclusiveMinimum", "exclusiveMaximum"):
+            bound = schema.content.get(keyword)
+            if self._draft == "draft-04" and _is_number(bound):
+                why = "in draft-04 it is true or false beside a bound; name draft-06 or later in $schema"
+                raise unsupported(schema.at(keyword), keyword, why)
+            if self._draft != "draft-04" and isinstance(bound, bool):
+                why = f"it is true or false in draft-04 only, and a number in {self._draft}; write the bound itself"
+                raise unsupported(schema.at(keyword), keyword, why)
         for keyword, first in _SINCE.items():
             if keyword in schema and _DRAFTS.index(first) > _DRAFTS.index(self._draft):
                 raise unsupported(
@@ -261,15 +286,15 @@ class SchemaDocument:
                 )
 
 
-def _draft_of(content: Any) -> str:
-    """The draft that `$schema` names, one of _DRAFTS; the latest without one."""
+def _draft_of(content: Any, pointer: str) -> str:
+    """The draft that the `$schema` at `pointer` names, one of _DRAFTS; the latest without one."""
     dialect = content.get("$schema", "") if isinstance(content, dict) else ""
     if not isinstance(dialect, str):
-        raise schema_error("/$schema", "$schema", f"must be a string, not {_show(dialect)}")
+        raise schema_error(pointer, "$schema", f"must be a string, not {_show(dialect)}")
     if dialect and "json-schema.org" not in dialect:
-        raise unsupported("/$schema", "$schema", f"the dialect {_show(dialect)} is not known; use Draft 7 or 2020-12")
+        raise unsupported(pointer, "$schema", f"the dialect {_show(dialect)} is not known; use Draft 7 or 2020-12")
     if any(f"draft-0{number}" in dialect for number in "123"):
-        raise unsupported("/$schema", "$schema", f"{_show(dialect)} is too old; use Draft 7 or 2020-12")
+        raise unsupported(pointer, "$schema", f"{_show(dialect)} is too old; use Draft 7 or 2020-12")
     return next((draft for draft in _DRAFTS if draft in dialect), _DRAFTS[-1])
 
 

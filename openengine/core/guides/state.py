@@ -7,28 +7,43 @@ them at once (`GuideState.forced`) gives what drawing them one by one would.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from openengine.core.guides.backend import first_line
+from openengine.core.guides.backend import plain_error, says_illegal
+from openengine.core.guides.work import StepTime
 from openengine.errors import InternalError, InvalidArgument
 
 __all__ = ["GuideState"]
 
-_ILLEGAL = "satisfy the grammar"  # in what the backend says of a token that the guide does not allow
+_SLOW_MASK_S = 0.005
+_FIX = "let alternatives begin with different characters, and use no rules that repeat themselves on both sides"
 
 
 class GuideState:
     """One sequence under its guide. Owned by the loop thread.
 
     error: why the guide can no longer be followed; None while all is well.
+    has_slow_masks: its last mask took so long that the time of the next is of interest too.
     forced: the tokens that must come next, whatever the logits, in reverse; usually none. While there are any, the first
     of them is the only legal token.
     """
 
-    __slots__ = ("_all_ends", "_ends", "_eos_token_ids", "_held_eos", "_stop_token_ids", "error", "forced", "matcher")
+    __slots__ = (
+        "_all_ends",
+        "_ends",
+        "_eos_token_ids",
+        "_held_eos",
+        "_stop_token_ids",
+        "_time",
+        "error",
+        "forced",
+        "has_slow_masks",
+        "matcher",
+    )
 
     def __init__(
         self,
@@ -41,6 +56,8 @@ class GuideState:
     ) -> None:
         self.matcher = matcher
         self.error: str | None = None
+        self.has_slow_masks = False
+        self._time = StepTime()
         self._eos_token_ids = eos_token_ids
         self._stop_token_ids = frozenset(token for token in stop_token_ids if token < vocab_size) - eos_token_ids
         self._ends = _Bits(self._stop_token_ids)
@@ -62,30 +79,51 @@ class GuideState:
     def exhausted(error: str) -> InvalidArgument:
         """What to raise when the backend gives up in the middle of an output."""
         return InvalidArgument(
-            f"the guide is too ambiguous to be followed any further ({error}): what was written so far may be read in too many "
-            "ways; let alternatives begin with different characters, avoid rules that repeat themselves, or lower max_tokens"
+            f"the guide cannot be followed any further after what was written so far: {error}. Simplify the guide or lower "
+            "max_tokens"
         )
 
     def accept(self, token: int) -> None:
         """Take note of a drawn token.
 
-        Raises InvalidArgument when the backend cannot follow the guide any further, InternalError when the guide does
+        Raises InvalidArgument when the guide cannot be followed any further, or takes too long; InternalError when it does
         not allow the token.
         """
+        began = time.thread_time()
+        self._follow(token)
+        if self._time.next_token(time.thread_time() - began):
+            self._check_time()
+            raise self.exhausted(self.error)
+
+    def replay(self, tokens: Iterable[int]) -> None:
+        """Take note of tokens that were drawn before. What they took was counted then. Raises as `accept`."""
+        for token in tokens:
+            self._follow(token)
+
+    def _follow(self, token: int) -> None:
         is_end = token in self._eos_token_ids or token in self._stop_token_ids
         if is_end and self.may_end:
             return
         if is_end or not self.matcher.consume_token(token):
-            self.error = first_line(self.matcher.get_error())
-            if self.error and _ILLEGAL not in self.error:
+            error = self.matcher.get_error()
+            self.error = plain_error(error) or "it ends the output too early"
+            if error and not says_illegal(error):
                 raise self.exhausted(self.error)
-            self.error = self.error or "it ends the output too early"
             raise InternalError(f"token {token} is not legal under the guide: {self.error}")
         if self.forced and self.forced[-1] == token:
             self.forced.pop()
             if self.forced:
                 return
         self.forced = self._find_forced()
+
+    def note_mask_time(self, seconds: float) -> None:
+        """Take note of the CPU time of a mask."""
+        self.has_slow_masks = seconds > _SLOW_MASK_S
+        self._time.spend(seconds)
+
+    def _check_time(self) -> None:
+        if (error := self._time.error) is not None:
+            self.error = f"{error}; what was written may be read in ever more ways: {_FIX}"
 
     def _find_forced(self) -> list[int]:
         """Looked for only where the tokens found before are used up, so that they are the same however they are taken."""
@@ -101,7 +139,7 @@ class GuideState:
         twin = object.__new__(GuideState)
         for name in self.__slots__:
             setattr(twin, name, getattr(self, name))
-        twin.matcher, twin.forced = self.matcher.deep_copy(), self.forced.copy()
+        twin.matcher, twin.forced, twin._time = self.matcher.deep_copy(), self.forced.copy(), self._time.copy()
         return twin
 
     def forbid_ends(self, row: np.ndarray) -> None:
@@ -111,7 +149,9 @@ class GuideState:
     def finish_mask(self, row: np.ndarray) -> bool:
         """Put forced tokens and ends right in a mask row i32[ceil(V / 32)]; returns whether only ends are left in it."""
         if self.matcher.is_error():
-            self.error = first_line(self.matcher.get_error())
+            self.error = plain_error(self.matcher.get_error())
+        self._check_time()
+        if self.error is not None:
             row[:] = 0
             return False
         if self.forced:

@@ -1,8 +1,9 @@
 """`Workers`: the threads that compile guides, none of which anything waits for without end.
 
 Compiling ends in calls of the backend that cannot be interrupted. So a job that exceeds its time is given up: whoever waits
-for it hears so at once, another thread takes the place of its own, and that one ends when its call returns. The threads are
-daemons: the process ends without them, after giving those in a call a moment to return.
+for it hears so at once, another thread takes the place of its own, and that one ends when its call returns. A job that is
+slow, though within its time, gets a substitute for its thread while others wait, which ends once there is nothing to do. The
+threads are daemons: the process ends without them, after giving those in a call a moment to return.
 """
 
 from __future__ import annotations
@@ -22,24 +23,30 @@ __all__ = ["Workers"]
 
 _STACK_BYTES = 64 << 20  # the backend follows a grammar's references by recursion
 _MAX_GIVEN_UP = 8
+_SLOW_S = 0.5
+_MAX_SUBSTITUTES = 6
 _MAX_EXIT_S = 3.0
 _stack_size_lock = threading.Lock()  # the size is the process's, so whoever changes it for a moment takes turns
 
 
 class _Job:
-    """A call and its outcome; `is_over` once the outcome is settled."""
+    """A call and its outcome; `is_over` once the outcome is settled. `began` is when it was started."""
 
-    __slots__ = ("args", "function", "future", "is_over")
+    __slots__ = ("args", "began", "function", "future", "is_over")
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.function = function
         self.args = args
         self.future: Future[Any] = Future()
         self.is_over = False
+        self.began = 0.0
 
 
 class Workers:
-    """At most `count` threads that run jobs in order, beside those whose jobs were given up. Safe to use from many threads."""
+    """At most `count` threads that run jobs in order, beside those whose jobs are slow or were given up.
+
+    Safe to use from many threads.
+    """
 
     def __init__(self, count: int, *, name: str) -> None:
         self._count = count
@@ -50,6 +57,7 @@ class Workers:
         self._num_threads = 0
         self._num_idle = 0
         self._num_given_up = 0
+        self._timer: threading.Timer | None = None  # runs while jobs wait for what may turn out slow
         self._is_closed = False
         atexit.register(_await_return, self._running)
 
@@ -88,13 +96,18 @@ class Workers:
             pending, running = list(self._pending), list(self._running.values())
             self._pending.clear()
             self._changed.notify_all()
+            if self._timer is not None:
+                self._timer.cancel()
         for job in running:
             self._give_up(job, _closed())
         for job in pending:
             _fail(job, _closed())
 
     def _start_thread(self) -> None:
-        if self._num_idle >= len(self._pending) or self._num_threads >= self._count:
+        if self._num_idle >= len(self._pending):
+            return
+        if self._num_threads >= self._max_threads():
+            self._look_later()
             return
         self._num_threads += 1
         with _stack_size_lock:
@@ -103,6 +116,27 @@ class Workers:
                 threading.Thread(target=self._work, name=self._name, daemon=True).start()
             finally:
                 threading.stack_size(usual)
+
+    def _max_threads(self) -> int:
+        since = time.monotonic() - _SLOW_S
+        num_slow = sum(job.began <= since and not job.is_over for job in self._running.values())
+        return self._count + min(num_slow, _MAX_SUBSTITUTES)
+
+    def _look_later(self) -> None:
+        """See whether there is a substitute to start when the next job turns slow."""
+        if self._timer is not None or self._is_closed:
+            return
+        now = time.monotonic()
+        waits = [job.began + _SLOW_S - now for job in self._running.values() if not job.is_over]
+        self._timer = threading.Timer(min((wait for wait in waits if wait > 0), default=_SLOW_S) + 0.001, self._look)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _look(self) -> None:
+        with self._changed:
+            self._timer = None
+            if not self._is_closed:
+                self._start_thread()
 
     def _work(self) -> None:
         thread = threading.current_thread()
@@ -128,7 +162,7 @@ class Workers:
         with self._changed:
             while True:
                 self._num_idle += 1
-                while not self._pending and not self._is_closed:
+                while not self._pending and not self._is_closed and self._num_threads <= self._count:
                     self._changed.wait()
                 self._num_idle -= 1
                 if not self._pending:
@@ -136,7 +170,9 @@ class Workers:
                     return None
                 job = self._pending.popleft()
                 if job.future.set_running_or_notify_cancel():
+                    job.began = time.monotonic()
                     self._running[thread] = job
+                    self._start_thread()  # or look later: what waits behind this job may wait long
                     return job
 
     def _give_up(self, job: _Job, error: Exception) -> None:
