@@ -115,10 +115,10 @@ class Handle(Generic[_Result]):
         if isinstance(collector, ResultCollector):
             collector.keeps_content = False
 
-    @property
-    def num_unread(self) -> int:
-        """Events that are there and that nobody has read."""
-        return len(self._events or ())
+    def unread_events(self) -> list[GenerateEvent]:
+        """The events that are there and that nobody has read; they stay to be read."""
+        with self._lock:
+            return list(self._events or ())
 
     def drop_unread(self) -> None:
         """Forget the events that are there: nobody is going to read them."""

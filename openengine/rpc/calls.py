@@ -29,7 +29,7 @@ from openengine.rpc import openengine_pb2 as pb
 from openengine.rpc.convert import generate_response
 from openengine.rpc.errors import ERROR_TRAILER, status_of, to_engine_error
 
-__all__ = ["Context", "MessageLimit", "Unreadable", "WorkLimit", "refuse_errors"]
+__all__ = ["Context", "MessageLimit", "Unreadable", "WorkLimit", "num_entries", "refuse_errors"]
 
 _log = logging.getLogger("openengine.rpc")
 _MAX_STATUS_CHARS = 600  # gRPC drops a status whose headers exceed 8 KiB, and a character may take nine bytes of them
@@ -144,9 +144,7 @@ class MessageLimit:
 
     def is_large(self, event: GenerateEvent) -> bool:
         """Whether converting an event takes longer than other calls should wait."""
-        return isinstance(event, PromptOutput) or (
-            isinstance(event, TokenOutput) and _num_entries(event) > _LARGE_ENTRIES
-        )
+        return isinstance(event, PromptOutput) or num_entries(event) > _LARGE_ENTRIES
 
     def responses(self, request_id: str, event: GenerateEvent) -> Iterator[pb.GenerateResponse]:
         """One event of a generation. Tokens that are too much for one message come one by one, the text with the last.
@@ -164,9 +162,12 @@ class MessageLimit:
             yield generate_response(request_id, event)
 
     def _may_exceed(self, event: TokenOutput) -> bool:
-        """Measuring costs as much as sending: only for what may be too large. Text is held back without an end."""
-        return _num_entries(event) * _MAX_ENTRY_BYTES + 4 * len(event.text) > self.max_bytes
+        """Whether measuring is worth it, which costs as much as sending. What stop texts held back comes at once."""
+        return num_entries(event) * _MAX_ENTRY_BYTES + 4 * len(event.text) > self.max_bytes
 
 
-def _num_entries(event: TokenOutput) -> int:
+def num_entries(event: GenerateEvent) -> int:
+    """Tokens and candidates of an output."""
+    if not isinstance(event, TokenOutput):
+        return 0
     return sum(1 + len(token.candidates) for token in event.tokens)

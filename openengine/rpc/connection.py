@@ -43,6 +43,7 @@ _OPTIONS = (
     ("grpc.min_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
+_grpc_pid: int | None = None  # of the process that uses gRPC, whose threads no fork copies
 _SETTLE_S = 0.25  # for gRPC to be done with the calls of a closed channel
 _NO_FORKS = "gRPC does not survive a fork; create the client in the new process, and start that with multiprocessing's method 'spawn'"
 
@@ -231,7 +232,7 @@ def call_error(exc: grpc.RpcError, link: Link | None) -> OpenEngineError:
     return error_of_status(status, text)
 
 
-def _unanswered(timeout_s: float | None) -> Unreachable:
+def _unanswered(timeout_s: float) -> Unreachable:
     return Unreachable(
         f"the server did not answer within timeout_s={timeout_s:g}: it is busy, or not reached; give Client(timeout_s=…) more, "
         "None waits as long as it takes"
@@ -239,14 +240,11 @@ def _unanswered(timeout_s: float | None) -> Unreachable:
 
 
 def _check_process() -> None:
-    """A child's calls would hang or crash in the library's threads, which the fork did not copy."""
+    """A forked child's calls would hang or crash."""
     global _grpc_pid
     if _grpc_pid not in (None, os.getpid()):
         raise PreconditionFailed(f"this process was forked from one that had used a client, and {_NO_FORKS}")
     _grpc_pid = os.getpid()
-
-
-_grpc_pid: int | None = None  # the process that uses gRPC
 
 
 def _check_target(target: str) -> None:

@@ -110,7 +110,11 @@ async def serve(engine: Engine, options: ServerOptions = ServerOptions()) -> Ser
     Raises InvalidArgument when the port is taken or the certificate is none.
     """
     server = Server(engine, options)
-    await server.start()
+    try:
+        await server.start()
+    except BaseException:
+        server.release()
+        raise
     return server
 
 
@@ -157,7 +161,6 @@ class Server:
     async def start(self) -> None:
         server, options = self._server, self._options
         self.port = self._bind()
-        self._engine.advertise(options.advertise_host or options.host, self.port)
         openengine_pb2_grpc.add_OpenEngineServicer_to_server(self._servicer, server)
         tokenizer_pb2_grpc.add_OpenEngineTokenizerServicer_to_server(self._tokenizer, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -165,6 +168,7 @@ class Server:
         for name in ("", *_SERVICES):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         self._start_metrics()
+        self._engine.advertise(options.advertise_host or options.host, self.port)
         await server.start()
 
     async def stop(self, drain_s: float | None = None) -> None:
@@ -186,11 +190,15 @@ class Server:
             await in_own_thread("openengine-close", self._engine.close)
             await stopped
         finally:
-            self._servicer.close()
-            self._tokenizer.close()
-            if self._metrics_server is not None:
-                self._metrics_server.shutdown()
-                self._metrics_server.server_close()
+            self.release()
+
+    def release(self) -> None:
+        """End the threads of calls and of metrics; for a server that has not started too."""
+        self._servicer.close()
+        self._tokenizer.close()
+        if self._metrics_server is not None:
+            self._metrics_server.shutdown()
+            self._metrics_server.server_close()
 
     def _drain(self, drain_s: float | None) -> None:
         deadline_ms = None if drain_s is None else int(drain_s * 1000)

@@ -44,7 +44,7 @@ from openengine import (
 )
 from openengine.rpc import openengine_pb2 as pb
 from openengine.rpc import openengine_pb2_grpc
-from openengine.rpc.calls import Context, MessageLimit, WorkLimit, refuse_errors
+from openengine.rpc.calls import Context, MessageLimit, WorkLimit, num_entries, refuse_errors
 from openengine.rpc.convert import (
     arguments,
     from_proto,
@@ -127,33 +127,33 @@ class OpenEngineServicer(openengine_pb2_grpc.OpenEngineServicer):
             meter.end_with(handle, how)
 
     async def _write_large(self, context: Context, handle: Handle, event: GenerateEvent) -> None:
-        """Convert in a thread, for a large vocabulary's candidates would hold up all calls, and watch the reader.
+        """Write an event that is converted in a thread, since a large vocabulary's candidates would hold up all calls."""
+        for response in await self._answering.run(lambda: list(self._messages.responses(handle.request_id, event))):
+            await self._write_watched(context, handle, response)
 
-        Raises Overloaded where the request's events would fill the memory before they are read.
-        """
-        responses = await self._answering.run(lambda: list(self._messages.responses(handle.request_id, event)))
-        num_bytes, limit = (
-            sum(response.ByteSize() for response in responses),
-            _UNREAD_MESSAGES * self._messages.max_bytes,
-        )
-        for response in responses:
-            writing = asyncio.ensure_future(context.write(response))
-            num_lost = 0
-            try:
-                while not writing.done():
-                    await asyncio.wait({writing}, timeout=_LOOK_S)
-                    if handle.num_unread * num_bytes > limit:
-                        handle.cancel()
-                        num_lost += handle.num_unread
-                        handle.drop_unread()
-                await writing
-            finally:
-                writing.cancel()
-            if num_lost:
-                raise Overloaded(
-                    f"{num_lost} events of some {num_bytes} bytes waited to be read, the limit is {limit} bytes; read "
-                    "faster, or ask for fewer candidates"
-                )
+    async def _write_watched(self, context: Context, handle: Handle, response: pb.GenerateResponse) -> None:
+        """Raises Overloaded where the events behind `response` come faster than they are converted or read: they would fill
+        the memory."""
+        limit = _UNREAD_MESSAGES * self._messages.max_bytes
+        error = None
+        writing = asyncio.ensure_future(context.write(response))
+        try:
+            while not writing.done():
+                await asyncio.wait({writing}, timeout=_LOOK_S)
+                unread = handle.unread_events()
+                num_bytes = _ENTRY_BYTES * sum(map(num_entries, unread))
+                if num_bytes > limit:
+                    handle.cancel()
+                    handle.drop_unread()
+                    error = Overloaded(
+                        f"{len(unread)} events of some {num_bytes} bytes waited to be sent, the limit is {limit} bytes; ask "
+                        "for fewer candidates, or read faster"
+                    )
+            await writing
+        finally:
+            writing.cancel()
+        if error is not None:
+            raise error
 
     async def _accept(self, start: Awaitable[_H]) -> _H:
         """What `start` accepts. What it refuses is counted, and nothing else is."""
@@ -178,7 +178,7 @@ class OpenEngineServicer(openengine_pb2_grpc.OpenEngineServicer):
         return self._engine.submit(self._read(message))
 
     def _read(self, message: pb.GenerateRequest) -> GenerateRequest:
-        self._engine.check_accepting()
+        self._engine.check_accepting()  # it may have begun to drain while this waited for a thread
         try:
             request = from_proto(message)
             # Of most vocabularies the engine tells by the length alone that a prompt cannot fit, and says more of it.
@@ -192,9 +192,9 @@ class OpenEngineServicer(openengine_pb2_grpc.OpenEngineServicer):
         return request
 
     def _check_names(self, names: Message, judge: Callable[[Any], object]) -> None:
-        """Raises what comes before a field that is wrong: names that are missing or unknown, then what the model cannot do.
+        """Raise what outranks a wrong field: a missing or unknown name, then what the model cannot do.
 
-        `names` is a request with nothing else in it, for which `judge` raises that or that it is empty.
+        names: the request with nothing but its names, so that `judge` raises that, or else only that it is empty.
         """
         try:
             judge(from_proto(names))
@@ -285,7 +285,7 @@ class OpenEngineServicer(openengine_pb2_grpc.OpenEngineServicer):
         return await self._submitting.run(self._submit_task, request, when_left=TaskHandle.cancel)
 
     def _submit_task(self, message: Any) -> TaskHandle:
-        self._engine.check_accepting()
+        self._engine.check_accepting()  # it may have begun to drain while this waited for a thread
         try:
             request = from_proto(message)
             self._check_texts(_task_texts(request))
@@ -342,7 +342,7 @@ class OpenEngineServicer(openengine_pb2_grpc.OpenEngineServicer):
                 is_report = isinstance(report, DrainResponse)
                 await context.write(to_proto(report) if is_report else stream_error(pb.DrainResponse, report))
         finally:
-            reports.is_wanted = request.abort_after_deadline and request.HasField("deadline_ms")
+            reports.goes_on_unread = request.abort_after_deadline and request.HasField("deadline_ms")
 
     # ---- LoRA ------------------------------------------------------------------------------------
 
@@ -398,11 +398,11 @@ class OpenEngineServicer(openengine_pb2_grpc.OpenEngineServicer):
 class _Reports:
     """A drain's reports, made in a thread of their own and read by one task; an error is the last one.
 
-    Without `is_wanted` the drain ends with its reader's next report; with it, it runs to its end, unread.
+    Without `goes_on_unread` the drain ends with its reader's next report; with it, it runs to its end, unread.
     """
 
     def __init__(self, reports: Iterator[DrainResponse]) -> None:
-        self.is_wanted = True
+        self.goes_on_unread = True
         self._reports = reports
         self._event_loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[DrainResponse | OpenEngineError | None] = asyncio.Queue()
@@ -415,7 +415,7 @@ class _Reports:
         try:
             for report in self._reports:
                 self._put(report)
-                if not self.is_wanted:
+                if not self.goes_on_unread:
                     return
         except OpenEngineError as exc:
             self._put(exc)

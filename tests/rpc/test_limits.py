@@ -325,3 +325,9 @@ def test_a_reader_of_large_events_who_does_not_read_ends_his_request_and_no_othe
     assert "events of some" in responses[-1].error.message and responses[-1].usage.completion_tokens < 2000
     ids = [info.token_id for response in responses for info in response.token.tokens]
     assert ids[:3] == [info.token_id for info in infos]
+
+
+def test_tokens_made_while_a_large_prompt_is_sent_are_no_backlog(small):
+    message = request([3] * 900, max_tokens=200, response__return_prompt_logprobs=True)
+    found = run(small.stub, message)
+    assert len(found.prompt.tokens) == 900 and len(found.infos) == 200 and found.finished
