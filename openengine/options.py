@@ -26,6 +26,7 @@ from openengine.types import (
     StopCondition,
     StoppingOptions,
 )
+from openengine.validation import check_guide
 
 __all__ = [
     "Prompt",
@@ -52,6 +53,7 @@ _SAMPLING = _names(SamplingParams)
 _STOPPING = _names(StoppingOptions)
 _RESPONSE = _names(ResponseOptions)
 _KV = _names(KvOptions)
+_ONE_EACH = "; for a guide of its own for each prompt, make the batch of build_request(prompt, None, {'choice': […]}) and the like"
 _GUIDES = {"json_schema", "regex", "choice", "grammar", "structural_tag", "json_object", "guided"}
 _REQUEST = {"request_id", "model", "media", "lora_name", "priority", "metadata"}
 _SUGAR = {"stop", "stop_token_ids", "logprobs", "prompt_logprobs"}
@@ -65,6 +67,8 @@ _ELSEWHERE = {
     "max_new_tokens": "max_tokens",
     "n": "num_sequences",
     "num_return_sequences": "num_sequences",
+    "guided_json": "json_schema",
+    "response_format": "json_schema",
     "stop_sequences": "stop",
     "top_logprobs": "logprobs",
     "gpu_memory_utilization": "kv_memory_fraction",
@@ -287,21 +291,22 @@ def _guide(options: dict[str, Any]) -> GuidedDecoding | None:
         raise InvalidArgument(f"{', '.join(sorted(given))} are {len(given)} guides; an output follows exactly one")
     ((name, value),) = given.items()
     if name == "guided":
-        if not isinstance(value, GuidedDecoding):
-            raise InvalidArgument(
-                f"guided is a GuidedDecoding or what compile_guide returned, not {value!r:.80}; what it describes goes into "
-                f"one of the keywords {', '.join(sorted(_GUIDES - {name}))}"
-            )
+        check_guide(value)
         return value
+    if name != "choice" and isinstance(value, (list, tuple)):
+        raise InvalidArgument(f"{name} is one for all prompts, not {value!r:.80}{_ONE_EACH}")
+    built = _guide_of(name, value)
+    check_guide(built)
+    return built
+
+
+def _guide_of(name: str, value: Any) -> GuidedDecoding:
     if name == "grammar":
         return GuidedDecoding(ebnf_grammar=value)
     if name == "choice":
         choices = _several("choice", {name: value}, str)
         if isinstance(value, str) or any(not isinstance(text, str) for text in choices):
-            raise InvalidArgument(
-                f"choice must be a list of texts, not {value!r:.80}; for choices of its own for each prompt, make the batch of "
-                "GenerateRequest(prompt=…, guided=engine.compile_guide(choice=[…]))"
-            )
+            raise InvalidArgument(f"choice must be a list of texts, not {value!r:.80}{_ONE_EACH}")
         return GuidedDecoding(choice=ChoiceConstraint(choices))
     if name == "json_object":
         return GuidedDecoding(json_object=JsonObjectConstraint())

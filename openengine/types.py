@@ -200,6 +200,10 @@ class KvOptions:
 class ChoiceConstraint:
     choices: tuple[str, ...]
 
+    def __post_init__(self) -> None:
+        if isinstance(self.choices, list):  # a guide is the key of its compiled form
+            object.__setattr__(self, "choices", tuple(self.choices))
+
 
 @dataclass(frozen=True, slots=True)
 class JsonObjectConstraint:

@@ -17,8 +17,10 @@ from openengine.errors import InvalidArgument
 from openengine.types import (
     AllCandidates,
     CandidateTokenSelection,
+    ChoiceConstraint,
     GenerateRequest,
     GuidedDecoding,
+    JsonObjectConstraint,
     KvOptions,
     KvSessionRef,
     MediaItem,
@@ -32,6 +34,7 @@ from openengine.types import (
 __all__ = [
     "check_encodable",
     "check_flag",
+    "check_guide",
     "check_integer",
     "check_items",
     "check_number",
@@ -47,6 +50,15 @@ _UINT64_MAX = 2**64 - 1
 _INT32_MAX = 2**31 - 1
 _MAX_CONDITIONS = 1 << 18  # a whole vocabulary, of nearly every model
 _MAX_STOP_CHARS = 1 << 16  # each is a node of the automaton that looks for stops, some 300 bytes
+_GUIDE_FIELDS = {
+    "json_schema": str,
+    "regex": str,
+    "ebnf_grammar": str,
+    "structural_tag": str,
+    "choice": ChoiceConstraint,
+    "json_object": JsonObjectConstraint,
+    "backend": str,
+}
 _GROUPS = {"sampling": SamplingParams, "stopping": StoppingOptions, "response": ResponseOptions, "kv": KvOptions}
 
 
@@ -71,11 +83,8 @@ def validate_request(request: GenerateRequest) -> None:
     _validate_response(request.response)
     _validate_kv(request.kv)
     check_integer("priority", request.priority, -_INT32_MAX - 1, _INT32_MAX)
-    if request.guided is not None and not isinstance(request.guided, GuidedDecoding):
-        raise InvalidArgument(
-            f"guided must be a GuidedDecoding or what compile_guide returned, not {request.guided!r:.80}; for a schema, "
-            "GuidedDecoding(json_schema=json.dumps(schema))"
-        )
+    if request.guided is not None:
+        check_guide(request.guided)
     check_items("media", request.media, MediaItem)
     if not isinstance(request.metadata, Mapping):
         raise InvalidArgument(f"metadata must be a mapping of texts, not {request.metadata!r:.80}")
@@ -84,6 +93,22 @@ def validate_request(request: GenerateRequest) -> None:
             raise InvalidArgument(f"metadata must be a mapping of texts; it has {item!r:.80}")
         for text in item:
             check_text("metadata: a key or value", text)
+
+
+def check_guide(guide: object) -> None:
+    """A GuidedDecoding whose fields have their types; what they hold is its compiler's to judge."""
+    if not isinstance(guide, GuidedDecoding):
+        raise InvalidArgument(
+            f"guided must be a GuidedDecoding or what compile_guide returned, not {guide!r:.80}; what it describes goes into a "
+            "keyword such as json_schema, regex or choice, of generate or of build_request(prompt, None, {…})"
+        )
+    for name, kind in _GUIDE_FIELDS.items():
+        value = getattr(guide, name)
+        if value is not None and not isinstance(value, kind):
+            hint = f"; use json.dumps, or the keyword {name}=" if isinstance(value, Mapping) else ""
+            raise InvalidArgument(f"guided.{name} must be a {kind.__name__}, not {value!r:.80}{hint}")
+    if guide.choice is not None:
+        check_items("guided.choice.choices", guide.choice.choices, str)
 
 
 def _validate_sampling(sampling: SamplingParams) -> None:

@@ -19,6 +19,7 @@ import pytest
 pytest.importorskip("llguidance")
 
 from openengine import (
+    ChoiceConstraint,
     GenerateRequest,
     GuidedDecoding,
     GuidedDecodingMode,
@@ -188,9 +189,9 @@ def test_a_guide_that_stop_ids_never_let_begin_is_refused_before_acceptance(engi
 def test_gde_11_length_says_what_was_cut(engine):
     cut = engine.generate(ids("x"), json_schema=PERSON, seed=1, max_tokens=9).outputs[0]
     assert cut.finish_reason == "length"
-    assert cut.message == "max_tokens 9 reached; the output is cut off before it was complete under its guide"
+    assert cut.message == "max_tokens 9 reached; the output was cut off before it was complete under its guide"
     whole = engine.generate(ids("d"), regex="[0-9]{3}", temperature=0, max_tokens=3).outputs[0]
-    assert whole.message == "max_tokens 3 reached; the output is complete under its guide"
+    assert whole.message == "max_tokens 3 reached; the output might have ended here under its guide"
     none = engine.generate(ids("x"), json_schema=PERSON, max_tokens=0).outputs[0]
     assert none.message == "max_tokens 0 reached; nothing was generated under the guide"
 
@@ -303,10 +304,31 @@ def test_types_that_are_no_schema_are_refused_with_what_makes_one_of_them(engine
 def test_what_is_no_guide_is_refused_with_the_keywords(engine):
     for wrong in ({"type": "object"}, "abc", 5):
         for call in (engine.compile_guide, lambda **options: engine.generate(ids("x"), **options)):
-            with pytest.raises(InvalidArgument, match=r"compile_guide.*json_schema, regex"):
+            with pytest.raises(InvalidArgument, match=r"compile_guide.*keyword such as json_schema, regex"):
                 call(guided=wrong)
         with pytest.raises(InvalidArgument, match="compile_guide"):
             engine.generate(GenerateRequest(token_ids=ids("x"), guided=wrong))
+
+
+@pytest.mark.parametrize(
+    "guide",
+    [
+        GuidedDecoding(choice=["a", "b"]),
+        GuidedDecoding(choice=ChoiceConstraint(choices=("a", 1))),
+        GuidedDecoding(json_object=True),
+        GuidedDecoding(regex=5),
+        GuidedDecoding(json_schema={"type": "object"}),
+    ],
+)
+def test_fields_of_a_guide_that_have_other_types_are_refused_by_name(engine, guide):
+    for call in (
+        lambda: engine.compile_guide(guide),
+        lambda: engine.generate(ids("x"), guided=guide),
+        lambda: engine.generate(GenerateRequest(token_ids=ids("x"), guided=guide)),
+    ):
+        with pytest.raises(InvalidArgument, match=r"guided\.(choice|json_object|regex|json_schema)"):
+            call()
+    assert engine.compile_guide(GuidedDecoding(choice=ChoiceConstraint(choices=["a", "b"]))).accepts("b")
 
 
 def test_a_guide_is_shown_in_short(engine):

@@ -225,5 +225,5 @@ def test_12_out_of_kv_memory(tmp_path):
 
 
 def test_choices_for_each_prompt_are_told_the_batch_that_has_them(engine):
-    fails(InvalidArgument, "choice must be a list of texts", "GenerateRequest(prompt=…, guided=engine.compile_guide(",
+    fails(InvalidArgument, "choice must be a list of texts", "build_request(prompt, None, {'choice': […]})",
           call=lambda: engine.generate(["a", "b"], choice=[["x"], ["y"]]))  # fmt: skip

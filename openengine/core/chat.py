@@ -53,6 +53,11 @@ def render_chat_template(
         "add_generation_prompt": add_generation_prompt,
     }
     compiled = _compile(template)
+    if tools and "tools" not in _names(template):
+        raise InvalidArgument(
+            "the chat template of this model does not use tools, which the model would never see; describe them in a message, "
+            "or give a template that does as template_kwargs={'chat_template': …}"
+        )
     try:
         return compiled.render(**variables)
     except Exception as exc:  # a template may fail in any way; all of them are its own fault or the messages'
@@ -67,6 +72,14 @@ def _compile(template: str) -> Any:
         return _environment().from_string(template)
     except TemplateSyntaxError as exc:
         raise InvalidArgument(f"the chat template is not valid jinja: line {exc.lineno}: {exc.message}") from exc
+
+
+@functools.lru_cache(maxsize=32)
+def _names(template: str) -> frozenset[str]:
+    """The variables that a template reads."""
+    from jinja2 import meta
+
+    return frozenset(meta.find_undeclared_variables(_environment().parse(template)))
 
 
 @functools.lru_cache(maxsize=1)

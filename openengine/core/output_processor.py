@@ -235,5 +235,9 @@ def _length_message(seq: Sequence, last: TokenInfo | None) -> str:
         return message
     if last is None:
         return f"{message}; nothing was generated under the guide"
-    cut = "complete under its guide" if state.may_end else "cut off before it was complete under its guide"
-    return f"{message}; the output is {cut}"
+    cut = (
+        "might have ended here under its guide"
+        if state.may_end
+        else "was cut off before it was complete under its guide"
+    )
+    return f"{message}; the output {cut}"

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from openengine import EngineConfig, InvalidArgument, SamplingParams
 from openengine.hosts import bare_host, with_port
+from openengine.options import suggest
 
 if TYPE_CHECKING:
     from openengine.rpc.server import ServerOptions
@@ -133,6 +134,8 @@ def _sampling(given: str) -> SamplingParams:
         fields = json.loads(given)
         if not isinstance(fields, dict):
             raise TypeError(f"it is a {type(fields).__name__}")
+        for name in fields.keys() - SamplingParams.__dataclass_fields__.keys():
+            raise TypeError(f"unknown field {name!r}{suggest(name, SamplingParams.__dataclass_fields__)}")
         return SamplingParams(**fields)
     except (TypeError, ValueError) as exc:
         raise argparse.ArgumentTypeError(f"{given!r:.80} is no JSON object of sampling fields: {exc}") from exc

@@ -34,9 +34,10 @@ _OF_STATUS = {
 _ADVICE = {
     "UNAVAILABLE": (
         'no server answers: check the address ("host:port"), that a server runs there, and that both sides use TLS '
-        "(Client(tls=True) or tls_ca=…) or neither"
+        "(Client(tls=True), tls_ca=… for an authority of your own, tls_cert=… and tls_key=… where the server wants to see one) or "
+        "neither"
     ),
-    "UNAUTHENTICATED": "the server wants its bearer token: give Client(address, token=…) the text of its --token-file",
+    "UNAUTHENTICATED": "the server wants its bearer token, and got none or another: give Client(address, token=…) the text of its --token-file",
 }
 
 

@@ -13,7 +13,7 @@ __all__ = ["InProcessOnly"]
 
 _NO_COMPILING = (
     "the contract has no call that compiles a guide: give the guide itself to each request, as in generate(…, "
-    "json_schema=…), which the server compiles once and keeps; an Engine in process has compile_guide, to test texts"
+    "json_schema=…) or build_request(prompt, None, {'json_schema': …}), which the server compiles once and keeps; an Engine in process has compile_guide, to test texts"
 )
 
 

@@ -244,12 +244,14 @@ def test_template_file_wins_over_the_config(tmp_path):
 
 
 def test_named_templates_are_chosen_by_tools_and_by_name(tmp_path):
-    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools | length }}"}]
     tokenizer = directory_with(tmp_path, named)
-    assert tokenizer.chat_templates == {"default": "plain", "tool_use": "tools"}
+    assert tokenizer.chat_templates == {"default": "plain", "tool_use": "{{ tools | length }}"}
     assert tokenizer.apply_chat_template(USER) == "plain"
-    assert tokenizer.apply_chat_template(USER, tools=TOOLS) == "tools"
-    assert tokenizer.apply_chat_template(USER, chat_template="tool_use") == "tools"
+    assert tokenizer.apply_chat_template(USER, tools=TOOLS) == str(len(TOOLS))
+    assert tokenizer.apply_chat_template(USER, chat_template="tool_use") == "0"
+    with pytest.raises(InvalidArgument, match="does not use tools"):
+        tokenizer.apply_chat_template(USER, tools=TOOLS, chat_template="default")
     assert tokenizer.apply_chat_template(USER, chat_template="{{ messages[0].role }}") == "user"
 
 
