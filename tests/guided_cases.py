@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from openengine import Engine
+from openengine.types import ChoiceConstraint, GuidedDecoding
 from tests.scripted import hashed, scripted_engine
 
 EOS, END = 256, 257
@@ -55,6 +56,24 @@ def ids(text: str) -> list[int]:
 
 def schema(**keywords: Any) -> dict[str, str]:
     return {"json_schema": json.dumps(keywords)}
+
+
+def choice(*texts: str) -> GuidedDecoding:
+    return GuidedDecoding(choice=ChoiceConstraint(texts))
+
+
+def regex(pattern: str) -> GuidedDecoding:
+    return GuidedDecoding(regex=pattern)
+
+
+def grammar(text: str) -> GuidedDecoding:
+    return GuidedDecoding(ebnf_grammar=text)
+
+
+AMBIGUOUS = grammar('root ::= root root root | root root | [a-z] | ""')
+# Right recursion over two rules: each letter may close all that were opened before, in eight ways.
+_CLOSED = " | ".join(f'"a" x "{digit}"' for digit in range(8))
+RECURSIVE = grammar(f'root ::= "a" x | {_CLOSED} | ""\nx ::= root')
 
 
 _ORDER = {name: {"type": "integer"} for name in "abcd"}

@@ -15,6 +15,66 @@ from openengine.core.guides.regex import full_match, search
 from openengine.core.guides.work import CompileTimeout, Work
 from openengine.errors import InvalidArgument
 
+# ---- cases -----------------------------------------------------------------------------------------
+
+_SHORT_TEXTS = ["".join(text) for length in range(6) for text in itertools.product("ab-", repeat=length)]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "a", "ab|b", "(a|b)*", "a+b?", "a{2}", "a{1,2}b", "a{2,}", "[ab]", "[^a]", ".", "(?:a|)b", "a*?b", "(a*)*",
+        "^a", "b$", "^$", "^a|b$", "(^a|b)-", "a(b$|-)", "(?=a)..", "(?!a)..", "^(?!ab)[ab]+$", "a(?=b)", "(?P<x>a)b",
+        "^(.*)$", "^(|.*)$", r"\x61", r"\-", "-{0}a", "[a-b-]", "(?i)A", "^(?=.*a)(?=.*b).*$", "(a|b){2,3}$",
+    ],
+)  # fmt: skip
+def test_a_pattern_finds_what_python_finds(pattern):
+    ours, theirs = search(pattern), re.compile(pattern)
+    wrong = [text for text in _SHORT_TEXTS if matches(ours, text) != bool(theirs.search(text))]
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    "pattern", ["a|ab", "(a|b)*-", "a{2,3}b*", "^(.*)$", "^(|.*)$", "(?=a).b", "(?!-).*", "(?i)AB"]
+)
+def test_gde_02_a_guide_matches_as_a_whole(pattern):
+    wrong = [text for text in _SHORT_TEXTS if matches(full_match(pattern), text) != bool(re.fullmatch(pattern, text))]
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [
+        ("[a-", "position 0"), ("(", "missing ')'"), ("a)", "position 1"), ("*a", "nothing to repeat"), (r"\bfoo", "word boundary"),
+        (r"(a)\1", "back reference"), ("(?<=a)b", "lookbehind"), ("a{2,1}", "wrong order"), ("(a$)*b", "inside the repetition"),
+        ("[b-a]", "wrong order"), (r"\p{Script=Han}", "Unicode property"), ("a\\", "backslash at the end"), ("(?m)^a", "multi-line"),
+        ("a?^b", "'^' after an optional part"), ("((" * 100 + "))" * 100, "nested more than"), ("a{200000}", "repetition count"),
+        (r"\q", r"the escape \q"), ("a{,2}", "position 1: {,2} is a repetition in some dialects"), ("a{1, 2}", "without spaces"),
+        ("a{,}", "as in {0,2}"), ("a|{2}", "position 2: nothing to repeat"),
+    ],
+)  # fmt: skip
+def test_g3_what_a_pattern_cannot_mean_is_refused_by_name(pattern, said):
+    with pytest.raises(InvalidArgument, match=re.escape(said)):
+        full_match(pattern)
+
+
+def test_braces_that_are_no_repetition_in_any_dialect_are_literal():
+    for pattern in ("a{", "a{}", "a{b}", "{a,2}", r"a\{,2}"):
+        assert matches(full_match(pattern), pattern.replace("\\", "")), pattern
+
+
+def test_g15_shorthands_are_ascii_classes():
+    assert matches(search(r"^\d+$"), "0123") and not matches(search(r"^\d+$"), "٣")
+    assert matches(search(r"^[\w-]+$"), "a_-9") and not matches(search(r"^[\w-]+$"), "é")
+    assert matches(search(r"^\S$"), "é") and not matches(search(r"^\S$"), "\u00a0")
+
+
+def test_unicode_categories_and_planes_are_known():
+    assert matches(full_match(r"\p{Lu}\P{L}"), "É1")
+    assert matches(full_match(r"\u{1F600}\ud83d\ude00[😀-😂]"), "😀😀😁")
+    assert not matches(full_match("."), "\n")
+
+
 # ---- against Python --------------------------------------------------------------------------------
 
 _ATOMS = [

@@ -6,8 +6,10 @@ schema's, or a whole number with a fraction, does not count as refused.
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +23,10 @@ from guided_tools import EOS, byte_compiler, greedy_output, random_output
 
 from openengine.core.guides.compiled import CompiledGuide
 from openengine.core.guides.compiler import GuideCompiler
+from openengine.core.guides.grammar import Grammar
+from openengine.core.guides.schema_grammar import add_schema
+from openengine.core.guides.schema_source import SchemaDocument
+from openengine.core.guides.work import CompileTimeout, Work
 from openengine.errors import InvalidArgument
 from openengine.types import GuidedDecoding, JsonObjectConstraint
 
@@ -54,6 +60,10 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
     "g12_pattern_of_one_name": (
         {"type": "object", "patternProperties": {"^score$": {"type": "integer"}}, "additionalProperties": False},
         [{}, {"score": 1}], [{"score": "a"}, {"other": 1}],
+    ),
+    "patterns_that_match_the_same_names": (
+        {"type": "object", "patternProperties": {"^a": {"type": "integer"}, "^(a)": {"minimum": 3}}},
+        [{}, {"a": 3}, {"b": "x"}], [{"a": "x"}, {"a": 2}],
     ),
     "g15_digits": ({"type": "string", "pattern": r"^\d+$"}, ["0123"], ["a", "", "1a"]),
     "g15_word_characters": ({"type": "string", "pattern": r"^[\w-]+$"}, ["a_b-c9"], ["a b", "é"]),
@@ -239,6 +249,15 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "a_negative_length": ({"items": {"minLength": -1}}, "/items/minLength", "minLength"),
     "a_list_of_no_schemas": ({"anyOf": []}, "/anyOf", "anyOf"),
     "an_old_dialect": ({"$schema": "http://json-schema.org/draft-03/schema#"}, "/$schema", "$schema"),
+    "a_draft_between_two": ({"$schema": "http://json-schema.org/draft-05/schema#"}, "/$schema", "$schema"),
+    "the_next_draft": ({"$schema": "https://json-schema.org/draft/next/schema"}, "/$schema", "$schema"),
+    "a_draft_by_its_date_alone": ({"$schema": "https://json-schema.org/2029-01/schema"}, "/$schema", "$schema"),
+    "a_draft_to_come": ({"$schema": "https://json-schema.org/draft/2029-01/schema"}, "/$schema", "$schema"),
+    "items_that_are_no_schema": ({"items": 5}, "/items", "items"),
+    "listed_items_that_are_no_schema": ({"items": [{}, 5]}, "/items/1", "items"),
+    "a_property_with_a_slash": ({"properties": {"a/b": 5}}, "/properties/a~1b", "properties"),
+    "a_dependency_with_a_tilde": ({"dependencies": {"a~": [5]}}, "/dependencies/a~0", "dependencies"),
+    "a_pattern_beside_listed_values": ({"items": {"enum": ["a"], "pattern": r"\bx"}}, "/items/pattern", "pattern"),
     "a_contradiction": ({"type": "string", "enum": [1]}, "", "type"),
     "nothing_at_all": (False, "", "false"),
 }  # fmt: skip
@@ -261,6 +280,10 @@ def test_gde_07_what_cannot_be_exact_is_refused_with_pointer_and_keyword(compile
         ({"type": "string", "nullable": True}, '"type": ["string", "null"]'),
         ({"$ref": "#/$defs/x", "$defs": {"x": {}}, "nullable": True}, '{"type": "null"}'),
         ({"title": "t", "type": "string", "enum": [1]}, "(type, enum)"),
+        (
+            {"$schema": "http://json-schema.org/draft-05/schema#"},
+            "name one of draft-04, draft-06, draft-07, 2019-09, 2020-12",
+        ),
     ],
 )
 def test_a_refusal_of_a_schema_says_what_to_write(compiler, schema, fix):
@@ -443,6 +466,24 @@ def test_what_would_be_read_otherwise_is_refused_by_name(compiler, schema, keywo
         compiler.compile(GuidedDecoding(json_schema=json.dumps(schema)))
 
 
+@pytest.mark.parametrize("dialect", ["http://json-schema.org/schema#", "https://json-schema.org/schema"])
+def test_a_dialect_without_a_draft_is_the_latest(compiler, dialect):
+    guide = compiled(compiler, {"$schema": dialect, "prefixItems": [{"const": 1}]})
+    assert guide.accepts("[1]") and not guide.accepts("[2]")
+
+
+def test_an_id_beside_a_reference_names_nothing_in_draft_7(compiler):
+    schema = {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "definitions": {"a": {"$id": "#x", "$ref": "#/definitions/b"}, "b": {"type": "integer"}},
+        "properties": {"p": {"$ref": "#x"}},
+    }
+    with pytest.raises(InvalidArgument, match="an anchor that does not exist"):
+        compiled(compiler, schema)
+    del schema["definitions"]["a"]["$ref"]
+    assert compiled(compiler, schema).accepts('{"p": "any"}')
+
+
 def test_id_names_a_schema_in_draft_4_only(compiler):
     schema = {
         "$defs": {"x": {"type": "integer"}},
@@ -451,3 +492,34 @@ def test_id_names_a_schema_in_draft_4_only(compiler):
     }
     guide = compiler.compile(GuidedDecoding(json_schema=json.dumps(schema)))
     assert guide.accepts('{"a": 1}') and not guide.accepts('{"a": "x"}')
+
+
+# ---- patterns --------------------------------------------------------------------------------------
+
+_WORDS = ["".join(word) for word in itertools.islice(itertools.product("abcdefghij", repeat=4), 3000)]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"enum": _WORDS[:60], "pattern": "|".join(_WORDS)},
+        {"pattern": "|".join(_WORDS)},
+        {"patternProperties": {"|".join(_WORDS): {}}},
+        {"enum": [{word: 1} for word in _WORDS[:60]], "patternProperties": {"|".join(_WORDS): {}}},
+    ],
+    ids=["beside_values", "of_a_string", "of_names", "beside_objects"],
+)
+def test_a_large_pattern_of_a_schema_stops_when_the_time_is_up(schema):
+    now = itertools.count()
+    with pytest.raises(CompileTimeout):
+        add_schema(Grammar(max_bytes=4 << 20), schema, Work(50, lambda: float(next(now))))
+
+
+def test_a_pattern_is_worked_out_once_for_all_the_values_beside_it():
+    schema = {"enum": _WORDS[:60], "pattern": "|".join(_WORDS)}
+    document = SchemaDocument(schema, Work(60))
+    found = document.pattern(schema["pattern"], document.root, "pattern")
+    assert document.pattern(schema["pattern"], document.root, "pattern") is found
+    began = time.thread_time()
+    add_schema(Grammar(max_bytes=4 << 20), schema, Work(60))
+    assert time.thread_time() - began < 1

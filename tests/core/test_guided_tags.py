@@ -26,13 +26,17 @@ def compiler(tmp_path_factory) -> Iterator[GuideCompiler]:
     compiler.close()
 
 
+def structural(content: object) -> GuidedDecoding:
+    return GuidedDecoding(structural_tag=json.dumps(content))
+
+
 def form(content: object) -> GuidedDecoding:
-    return GuidedDecoding(structural_tag=json.dumps({"type": "structural_tag", "format": content}))
+    return structural({"type": "structural_tag", "format": content})
 
 
 def structures(schema: object, end: str) -> GuidedDecoding:
     tag = {"begin": "<", "schema": schema, "end": end}
-    return GuidedDecoding(structural_tag=json.dumps({"type": "structural_tag", "structures": [tag], "triggers": ["<"]}))
+    return structural({"type": "structural_tag", "structures": [tag], "triggers": ["<"]})
 
 
 def schema(content: object) -> dict[str, Any]:
@@ -431,3 +435,69 @@ def _some_text(rng: random.Random, content: dict[str, Any]) -> str:
 def _changed(rng: random.Random, text: str) -> str:
     place = rng.randint(0, len(text))
     return text[:place] + rng.choice(["", "a", "<", ">", "1", "2", "/"]) + text[place + rng.randint(0, 1) :]
+
+
+# ---- each kind of format ---------------------------------------------------------------------------
+
+POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
+
+TAGS: dict[str, tuple[GuidedDecoding, list[str], list[str]]] = {
+    "structures": (
+        structural({"type": "structural_tag", "triggers": ["<f="], "structures": [
+            {"begin": "<f=a>", "schema": POINT, "end": "</f>"}, {"begin": "<f=ab>", "schema": {"type": "integer"}, "end": "</f>"}]}),
+        ["", "hello < world", 'say <f=a>{"x": 1}</f> done', '<f=ab>12</f><f=a>{"x":3}</f>', "<f", "日本<f=ab>1</f>語"],
+        ['<f=a>{"x": 1}', "<f=b>", '<f=a>{"y":1}</f>', "x <f=", '<f=ab>{"x":1}</f>'],
+    ),
+    "triggered_tags": (
+        form({"type": "triggered_tags", "triggers": ["<t>"], "tags": [tag("<t>", schema(POINT), "</t>")]}),
+        ["", "text", 'a<t>{"x":1}</t>b<t>{"x":2}</t>'], ["<t>", 'a<t>{"x":1}'],
+    ),
+    "at_least_one_and_stop": (
+        form({"type": "triggered_tags", "triggers": ["<t>"], "tags": [tag("<t>", schema(POINT), "</t>")], "at_least_one": True, "stop_after_first": True}),
+        ['hi <t>{"x":1}</t>'], ["hi", "", '<t>{"x":1}</t> more'],
+    ),
+    "sequence": (
+        form({"type": "sequence", "elements": [
+            {"type": "const_string", "value": "A:"},
+            {"type": "or", "elements": [{"type": "regex", "pattern": "[0-9]+"}, {"type": "const_string", "value": "none"}]},
+            tag("<think>", {"type": "any_text"}, "</think>"),
+            {"type": "grammar", "grammar": 'root ::= "(" root ")" | "x"'}]}),
+        ["A:12<think>a<b</think>((x))", "A:none<think></think>x"], ["A:<think></think>x", "A:1<think>a</think>b</think>x", "A:1x"],
+    ),
+    "any_text": (form({"type": "any_text"}), ["", "anything\nat all"], []),
+    "any_text_without": (form({"type": "any_text", "excludes": ["no"]}), ["yes", "n o"], ["nno"]),
+    "text_up_to_a_tag": (
+        form({"type": "sequence", "elements": [{"type": "any_text"}, tag("<j>", schema(POINT), "")]}),
+        ['abc<j>{"x":1}', '<j>{"x":1}'], ["abc", '<j>{"x":1}<j>{"x":1}'],
+    ),
+    "separated": (
+        form({"type": "tags_with_separator", "separator": ",", "tags": [tag("<", {"type": "regex", "pattern": "[a-z]+"}, ">")], "at_least_one": True}),
+        ["<a>", "<a>,<bc>"], ["", "<a>,", "<a><b>"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TAGS)
+def test_gde_04_text_with_structure_where_a_trigger_begins_it(compiler, name):
+    guide, valid, invalid = TAGS[name]
+    compiled = compiler.compile(guide)
+    assert [text for text in valid + invalid if compiled.accepts(text)] == valid
+
+
+@pytest.mark.parametrize(
+    ("guide", "said"),
+    [
+        (GuidedDecoding(structural_tag="{"), "not valid JSON"), (structural([]), '"type": "structural_tag"'), (structural({}), '"type": "structural_tag"'),
+        (form({"type": "nope"}), "/format"), (form(tag("a", {"type": "any_text"}, "b") | {"x": 1}), "has x"),
+        (form({"type": "sequence", "elements": []}), "/format/elements"), (form({"type": "regex", "pattern": "("}), "missing ')'"),
+        (structural({"type": "structural_tag", "structures": [{"begin": "x", "schema": {}, "end": ""}], "triggers": ["<"]}), "none of the triggers"),
+        (form(tag("a", schema({"uniqueItems": True, "type": "array"}), "b")), "/format/content/json_schema"),
+        (form({"type": "sequence", "elements": [schema({"type": "integer"}), {"type": "regex", "pattern": "[0-9]"}]}), "its end is not clear"),
+        (form({"type": "sequence", "elements": [{"type": "any_text"}, schema({})]}), "cannot be told from"),
+        (form({"type": "const_string"}), "/format/value"), (form({"type": "triggered_tags", "triggers": [""], "tags": [tag("a", schema({}), "")]}), "triggers"),
+    ],
+)  # fmt: skip
+def test_gde_07_a_structural_tag_that_cannot_be_exact_is_refused(compiler, guide, said):
+    with pytest.raises(InvalidArgument) as caught:
+        compiler.compile(guide)
+    assert said in caught.value.message

@@ -71,6 +71,43 @@ def test_closing_refuses_what_runs_and_what_waits_and_ends_idle_threads(release)
         time.sleep(0.01)
 
 
+def test_a_quick_job_does_not_wait_for_slow_ones_and_their_substitutes_end():
+    workers, release = Workers(2, name="test-substitutes"), threading.Event()
+    slow = [workers.submit(release.wait, 30) for _ in range(4)]
+    assert workers.submit(lambda: 5).result(10) == 5
+    assert not any(future.done() for future in slow)
+    release.set()
+    assert all(future.result(10) for future in slow)
+    deadline = time.monotonic() + 10
+    while sum(thread.name == "test-substitutes" for thread in threading.enumerate()) > 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert workers.submit(lambda: 6).result(10) == 6
+    workers.close()
+
+
+def test_slow_jobs_get_six_substitutes_at_most(monkeypatch):
+    monkeypatch.setattr("openengine.core.guides.workers._SLOW_S", 0.01)
+    workers, release, begun = Workers(2, name="test-most"), threading.Event(), []
+
+    def wait() -> None:
+        begun.append(threading.current_thread())
+        release.wait(30)
+
+    slow = [workers.submit(wait) for _ in range(12)]
+    deadline = time.monotonic() + 10
+    while len(begun) < 8:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.1)
+    assert len(begun) == 8
+    release.set()
+    for future in slow:
+        future.result(10)
+    assert len(begun) == 12 and len(set(begun)) == 8
+    workers.close()
+
+
 def test_the_process_ends_while_a_call_goes_on():
     script = (
         "import time\nfrom openengine.core.guides import workers\nworkers._MAX_EXIT_S = 0.3\n"

@@ -1,4 +1,8 @@
-"""llguidance, the backend of guides: its vocabularies, matchers and masks. No other module knows it."""
+"""llguidance, the backend of guides: its vocabularies, matchers and masks.
+
+No other module imports it. grammar.py, and those that put its symbols together, write its syntax; state.py and compiled.py
+ask its matchers.
+"""
 
 from __future__ import annotations
 
@@ -119,6 +123,8 @@ class Backend:
 
     def __init__(self, tokenizer: GuideTokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._library = import_backend()
+        self.vocab_size = vocab_size
+        self.row_words = -(-vocab_size // 32)  # i32 words of a mask
         self.eos_token_ids = frozenset(eos_token_ids)
         vocabulary = _Vocabulary(tokenizer, vocab_size, eos_token_ids)
         wrap = self._library.TokenizerWrapper
@@ -135,7 +141,6 @@ class Backend:
         self._text_limits = self._library.LLParserLimits(
             initial_lexer_fuel=_LEXER_FUEL, precompute_large_lexemes=False, verbose_errors=False
         )
-        self._row_words = -(-vocab_size // 32)
 
     def matcher(self, grammar: str) -> Any:
         """A matcher that has shown its first masks to be within the limits. Raises BackendRefused."""
@@ -144,7 +149,7 @@ class Backend:
         return matcher
 
     def _try(self, matcher: Any) -> None:
-        row = np.empty(self._row_words, np.int32)
+        row = np.empty(self.row_words, np.int32)
         step_time = StepTime()
         for step in range(_TRIED_STEPS):
             step_time.spend(self.fill_one(matcher, row))
@@ -152,7 +157,7 @@ class Backend:
                 raise BackendRefused(f"{step_time.error}; simplify its patterns, or let it have fewer alternatives")
             legal = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
             if not matcher.is_error() and len(legal):
-                token = int(legal[-(step % 2)])
+                token = int(legal[-(step % 2)])  # the first and the last in turns
                 if token in self.eos_token_ids:
                     return
                 began = time.thread_time()

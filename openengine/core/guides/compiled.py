@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from openengine.core.guides.backend import Backend, plain_error, says_illegal
+from openengine.core.guides.backend import Backend, BackendRefused, plain_error, says_illegal
 from openengine.core.guides.state import GuideState
 from openengine.core.guides.work import CompileTimeout, Work
 from openengine.errors import InvalidArgument
 from openengine.types import GuidedDecoding
 
-if TYPE_CHECKING:
-    from openengine.core.guides.compiler import GuideCompiler
-
 __all__ = ["CompiledGuide"]
 
-_FIRST_PIECE = 16
-_LARGEST_PIECE = 256
+_FIRST_PIECE = 16  # bytes; few, for what one of them takes is not known yet
+_LARGEST_PIECE = 256  # bytes; one in which they turn slow is over soon all the same
 _PIECE_S = 0.001  # the backend holds the interpreter that long while it reads a piece of a text
+
+
+class _Compiler(Protocol):
+    """What a compiled guide needs of the compiler that made it."""
+
+    timeout_s: float
+
+    def in_worker(self, function: Callable[..., Any], *args: Any) -> Any: ...
 
 
 class CompiledGuide(GuidedDecoding):
@@ -34,7 +39,7 @@ class CompiledGuide(GuidedDecoding):
 
     __slots__ = ("_backend", "_grammar", "_judge", "_prototype", "compiler", "source")
 
-    def __init__(self, guide: GuidedDecoding, compiler: GuideCompiler, backend: Backend, grammar: str) -> None:
+    def __init__(self, guide: GuidedDecoding, compiler: _Compiler, backend: Backend, grammar: str) -> None:
         super().__init__(**{field.name: getattr(guide, field.name) for field in fields(GuidedDecoding)})
         self._set("source", guide)
         self._set("compiler", compiler)
@@ -47,12 +52,13 @@ class CompiledGuide(GuidedDecoding):
         object.__setattr__(self, name, value)  # the values that it is made of are frozen
 
     def __reduce__(self) -> Any:
-        return copy.copy, (self.source,)
+        return copy.copy, (self.source,)  # pickled and copied as its source, which holds no threads
 
     def accepts(self, text: str) -> bool:
         """Whether `text` is a complete output under the guide.
 
-        Raises InvalidArgument for what is no str, and where that is too hard to tell or takes longer than guide_timeout_s.
+        Raises: InvalidArgument for what is no str, and where that is too hard to tell or takes longer than guide_timeout_s.
+        The first text may also raise PreconditionFailed, once the engine is closed, and Overloaded as `compile`.
         """
         matcher = self._after(text)
         return matcher is not None and matcher.is_accepting()
@@ -70,7 +76,11 @@ class CompiledGuide(GuidedDecoding):
         except UnicodeEncodeError:
             return None  # a lone surrogate, which no output holds
         if self._judge is None:
-            self._set("_judge", self.compiler.in_worker(self._backend.byte_matcher, self._grammar))
+            try:
+                judge = self.compiler.in_worker(self._backend.byte_matcher, self._grammar)
+            except BackendRefused as exc:
+                raise InvalidArgument(f"texts cannot be judged under this guide: {exc}") from None
+            self._set("_judge", judge)
         matcher = self._judge.deep_copy()
         return matcher if self._reads(matcher, data) else None
 
@@ -109,7 +119,7 @@ class CompiledGuide(GuidedDecoding):
             self._prototype.deep_copy(),
             self._backend.eos_token_ids,
             stop_token_ids,
-            vocab_size=self.compiler.vocab_size,
+            vocab_size=self._backend.vocab_size,
             ignore_eos=ignore_eos,
         )
         state.replay(token_ids)
@@ -117,8 +127,10 @@ class CompiledGuide(GuidedDecoding):
 
     def leaves_token(self, state: GuideState, *, min_tokens_left: bool = False) -> bool:
         """Whether any token may be drawn in `state`. `min_tokens_left`: no end may be, unless the guide is complete."""
-        row = np.empty((1, -(-self.compiler.vocab_size // 32)), np.int32)
-        (is_complete,) = self.compiler.fill_masks([state], row)
+        row = np.empty(self._backend.row_words, np.int32)
+        if not state.forced and state.error is None:
+            state.note_mask_time(self._backend.fill_one(state.matcher, row))
+        is_complete = state.finish_mask(row)
         if min_tokens_left and not is_complete:
-            state.forbid_ends(row[0])
-        return bool(np.unpackbits(row.view(np.uint8), count=self.compiler.vocab_size, bitorder="little").any())
+            state.forbid_ends(row)
+        return bool(np.unpackbits(row.view(np.uint8), count=self._backend.vocab_size, bitorder="little").any())

@@ -113,8 +113,8 @@ class GuideCompiler:
         self._workers = Workers(_NUM_WORKERS, name="openengine-guide")
         self._backend_lock = threading.Lock()
         self._backend: Backend | None = None
-        self._looks = False
-        self._steps_to_look = 0
+        self._fills_one_by_one = False
+        self._steps_until_look = 0
 
     def submit(self, guide: GuidedDecoding) -> Future[CompiledGuide]:
         """Compile in a worker thread; the same guide is compiled once. The future raises as `compile` does.
@@ -127,10 +127,10 @@ class GuideCompiler:
         if isinstance(guide, CompiledGuide):
             return self._own(guide)
         kind, source = only_guide(guide)
-        size = len(source.encode("utf-8", "replace"))
-        if size > self._max_bytes:
+        num_bytes = len(source.encode())
+        if num_bytes > self._max_bytes:
             raise InvalidArgument(
-                f"the guide has {size} bytes, the limit guide_max_bytes is {self._max_bytes}; shorten it or raise the limit"
+                f"the guide has {num_bytes} bytes, the limit guide_max_bytes is {self._max_bytes}; shorten it or raise the limit"
             )
         import_backend()
         mine: Future[CompiledGuide] = Future()
@@ -138,7 +138,7 @@ class GuideCompiler:
             shared = self._futures.get(guide)
             is_new = shared is None
             if is_new:
-                shared = self._futures[guide] = _Shared(self._workers.submit(self._compile, guide, kind))
+                shared = self._futures[guide] = _Shared(self._workers.submit(self._compile, guide, kind, num_bytes))
                 while len(self._futures) > _MAX_CACHED:
                     self._futures.popitem(last=False)
             self._futures.move_to_end(guide)
@@ -153,7 +153,7 @@ class GuideCompiler:
         """Compile `guide`, or find it in the cache; blocks.
 
         Raises: InvalidArgument naming the pointer and keyword, position or feature that is malformed or unsupported, or the
-        limit that was exceeded; UnsupportedFeature when llguidance is missing.
+        limit that was exceeded; otherwise as `submit`.
         """
         return self.submit(guide).result()
 
@@ -166,7 +166,8 @@ class GuideCompiler:
     def in_worker(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call in a worker thread, which has the stack that the backend needs; within the time of a guide.
 
-        Raises InvalidArgument beyond it.
+        Raises: InvalidArgument beyond it; PreconditionFailed when the compiler is closed; Overloaded as `submit`; and whatever
+        `function` raises.
         """
 
         def call() -> Any:
@@ -208,37 +209,28 @@ class GuideCompiler:
                 if self._futures.get(guide) is shared:
                     del self._futures[guide]
 
-    def _compile(self, guide: GuidedDecoding, kind: str) -> CompiledGuide:
+    def _compile(self, guide: GuidedDecoding, kind: str, num_bytes: int) -> CompiledGuide:
         backend = self._shared_backend()  # made once, and not of this guide's time
-        too_long = self._too_long(f"{kind.replace('_', ' ')} guide")
+        what = f"{kind.replace('_', ' ')} guide"
+        too_long = self._too_long(what)
         with self._workers.time_limit(self.timeout_s, too_long):
             try:
-                return self._compile_with(backend, guide, kind)
+                grammar = Grammar(max_bytes=_LEAST_GRAMMAR_BYTES + _BYTES_PER_SOURCE_BYTE * num_bytes)
+                text = grammar.text(add_guide(grammar, guide, kind, Work(self.timeout_s)))
+                return CompiledGuide(guide, self, backend, text)
             except CompileTimeout:
                 raise too_long from None
+            except (GrammarTooLarge, TooComplex, RecursionError, MemoryError):
+                raise InvalidArgument(
+                    f"the {what} is too complex: it is nested too deeply, has too many alternatives, asks for too many "
+                    "patterns or lookaheads at once, or repeats large repetitions"
+                ) from None
+            except BackendRefused as exc:
+                raise InvalidArgument(f"the {what} cannot be compiled: {exc}") from None
             except OpenEngineError:
                 raise
             except Exception as exc:
-                raise InternalError(f"compiling the {kind.replace('_', ' ')} guide failed: {exc!r:.200}") from exc
-
-    def _compile_with(self, backend: Backend, guide: GuidedDecoding, kind: str) -> CompiledGuide:
-        work = Work(self.timeout_s)
-        source = only_guide(guide)[1]
-        grammar = Grammar(max_bytes=_LEAST_GRAMMAR_BYTES + _BYTES_PER_SOURCE_BYTE * len(source))
-        what = kind.replace("_", " ")
-        try:
-            text = grammar.text(add_guide(grammar, guide, kind, work))
-            compiled = CompiledGuide(guide, self, backend, text)
-            if work.remaining_s < 0:
-                raise CompileTimeout
-        except (GrammarTooLarge, TooComplex, RecursionError, MemoryError):
-            raise InvalidArgument(
-                f"the {what} guide is too complex: it is nested too deeply, has too many alternatives, asks for too many "
-                "patterns or lookaheads at once, or repeats large repetitions"
-            ) from None
-        except BackendRefused as exc:
-            raise InvalidArgument(f"the {what} guide cannot be compiled: {exc}") from None
-        return compiled
+                raise InternalError(f"compiling the {what} failed: {exc!r:.200}") from exc
 
     def _shared_backend(self) -> Backend:
         with self._backend_lock:
@@ -269,7 +261,7 @@ class GuideCompiler:
         together: list[tuple[Any, int]] = []
         alone: list[tuple[int, GuideState]] = []
         for row, state in live:
-            if self._looks or state.has_slow_masks or len(live) == 1:
+            if self._fills_one_by_one or state.has_slow_masks or len(live) == 1:
                 alone.append((row, state))
             else:
                 together.append((state.matcher, row))
@@ -278,12 +270,16 @@ class GuideCompiler:
         is_slow = time.monotonic() - began > _SLOW_FILL_S
         for row, state in alone:
             state.note_mask_time(self._backend.fill_one(state.matcher, out[row]))
-        if self._looks:
-            self._looks, self._steps_to_look = False, _STEPS_BETWEEN_LOOKS
-        elif self._steps_to_look:
-            self._steps_to_look -= 1
+        self._plan_next(is_slow)
+
+    def _plan_next(self, is_slow: bool) -> None:
+        """Decide how the next step fills its masks: after a slow one, and not too often, one by one."""
+        if self._fills_one_by_one:
+            self._fills_one_by_one, self._steps_until_look = False, _STEPS_BETWEEN_LOOKS
+        elif self._steps_until_look:
+            self._steps_until_look -= 1
         else:
-            self._looks = is_slow
+            self._fills_one_by_one = is_slow
 
 
 class _Shared:
@@ -302,9 +298,8 @@ def _chain(source: Future[CompiledGuide], target: Future[CompiledGuide]) -> None
     def pass_on(done: Future[CompiledGuide]) -> None:
         if not target.set_running_or_notify_cancel():
             return
-        if done.cancelled():
-            target.set_exception(PreconditionFailed("the engine is closed; create a new Engine"))
-        elif (error := done.exception()) is not None:
+        assert not done.cancelled(), "cancelled only when nobody waits"
+        if (error := done.exception()) is not None:
             target.set_exception(error)
         else:
             target.set_result(done.result())

@@ -20,7 +20,7 @@ from openengine.errors import InvalidArgument
 
 __all__ = ["add_rules"]
 
-_MAX_TERMINAL = 500
+_MAX_TERMINAL = 500  # parts; a number, a string or a date has some twenty
 
 
 def add_rules(grammar: Grammar, rules: Mapping[str, Node], start: str, work: Work) -> str:
@@ -56,10 +56,7 @@ def _reached(rules: Mapping[str, Node], start: str) -> dict[str, Node]:
 
 def _productive(rules: Mapping[str, Node]) -> set[str]:
     found: set[str] = set()
-    users: dict[str, list[str]] = {name: [] for name in rules}
-    for name, node in rules.items():
-        for other in dict.fromkeys(references(node)):
-            users[other].append(name)
+    users = _users(rules)
     pending = list(rules)
     while pending:
         name = pending.pop()
@@ -67,6 +64,15 @@ def _productive(rules: Mapping[str, Node]) -> set[str]:
             found.add(name)
             pending.extend(users[name])
     return found
+
+
+def _users(rules: Mapping[str, Node]) -> dict[str, list[str]]:
+    """For each rule, those that refer to it."""
+    users: dict[str, list[str]] = {name: [] for name in rules}
+    for name, node in rules.items():
+        for other in dict.fromkeys(references(node)):
+            users[other].append(name)
+    return users
 
 
 def _derives(node: Node, productive: set[str]) -> bool:
@@ -142,10 +148,7 @@ def _sequence(before: list[Node], last: Node) -> Node:
 def _with_terminals(rules: dict[str, Node]) -> dict[str, Node]:
     """Rules whose largest regular parts are terminals; a rule that does not recur is put into those that refer to it."""
     regular: dict[str, Terminal] = {}
-    users: dict[str, list[str]] = {name: [] for name in rules}
-    for name, node in rules.items():
-        for other in dict.fromkeys(references(node)):
-            users[other].append(name)
+    users = _users(rules)
     pending = list(rules)
     while pending:
         name = pending.pop()

@@ -1,5 +1,7 @@
 """The values of `format` that are enforced; any other is an annotation.
 
+Owns what each of them allows, as a regular expression; that schemas ask for one is schema_keywords.py's business.
+
 Sources: RFC 3339 (date-time and its parts), RFC 1123 and 5321 (host names, mail), RFC 3986 (uri), RFC 4291 (ipv6),
 RFC 9562 (uuid), ISO 8601 in the form of RFC 3339 appendix A (duration).
 """

@@ -1,8 +1,8 @@
 """GBNF grammars: `name ::= alternatives`, start symbol `root`.
 
 Literals and character classes know the escapes \\n \\r \\t \\\\ \\" \\[ \\] \\- \\^ \\' \\/ \\0 \\xHH \\uHHHH \\UHHHHHHHH; `.` is any
-character; `( ) | * + ? {m} {m,} {m,n}` are as in regular expressions; `#` begins a comment. A rule ends where the next
-one begins, so alternatives may stand on several lines.
+character; `( ) | * + ?` are as in regular expressions; `{m} {m,} {,n} {m,n}` repeat; `#` begins a comment. A rule ends where
+the next one begins, so alternatives may stand on several lines.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_REPEAT = 10_000
 _SPACE = re.compile(r"(?:\s|#[^\n]*)*")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 _DEFINES = re.compile(r"(?:\s|#[^\n]*)*::=")
-_COUNT = re.compile(r"\{\s*(\d{0,9})\s*(,?)\s*(\d{0,9})\s*\}")
+_COUNT = re.compile(r"\{\s*([0-9]{0,9})\s*(?:(,)\s*([0-9]{0,9})\s*)?\}")
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "0": "\0", **{char: char for char in "\\\"'[]-^/"}}
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 
@@ -108,7 +108,7 @@ class _Parser:
     def _count(self) -> tuple[int, int | None]:
         start = self._at
         count = _COUNT.match(self._text, self._at)
-        low, comma, high = count.groups() if count else ("", "", "")
+        low, comma, high = count.groups(default="") if count else ("", "", "")
         if not low and not high:
             self._fail("a repetition is written {m}, {m,}, {,n} or {m,n}")
         self._at = count.end()

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import re
 
-from openengine.core.guides.language import ANY_CHAR, EMPTY, EPSILON, Language, complement, intersect
+from openengine.core.guides.language import ANY_CHAR, EMPTY, EPSILON, NOT_EMPTY, Language, intersect
 
 __all__ = ["Grammar", "GrammarTooLarge"]
 
-_SOME_TEXT = complement(EPSILON)
 _TEXT = "/(?s:.)*/"
 _MAX_DEPTH = 2500
 _RULE_NAME = re.compile(r"\br[0-9]+\b")
@@ -28,7 +27,7 @@ class GrammarTooLarge(Exception):
 
 
 class Grammar:
-    """Rules and terminals under construction. `start` is the name of the first rule; `text()` is the whole."""
+    """Rules and terminals under construction. `text(start)` is the whole."""
 
     def __init__(self, *, max_bytes: int) -> None:
         self._lines: list[str] = []
@@ -57,7 +56,7 @@ class Grammar:
         if language == EPSILON:
             return '""'
         if language.has_empty:
-            return f"({self._terminal(intersect(language, _SOME_TEXT))})?"
+            return f"({self._terminal(intersect(language, NOT_EMPTY))})?"
         return self._terminal(language)
 
     def text(self, start: str) -> str:

@@ -3,6 +3,9 @@
 White space is optional and bounded: one space after a colon; one space, or a line break with at most 32 spaces or tabs,
 after an opening bracket or a comma and before a closing bracket. Strings are written as `json.dumps(…,
 ensure_ascii=False)` writes them; where nothing restricts a string, every escape of JSON is legal too.
+
+Owns how a language over characters becomes one over their writing. Numbers are numbers.py's, and what stands between the
+punctuation is schema_grammar.py's.
 """
 
 from __future__ import annotations

@@ -19,6 +19,8 @@ __all__ = [
     "ANY_TEXT",
     "EMPTY",
     "EPSILON",
+    "NOT_EMPTY",
+    "SOME_TEXT",
     "Language",
     "TooComplex",
     "chars",
@@ -54,9 +56,10 @@ class TooComplex(Exception):
 class Language:
     """One expression; equal expressions are equal and hash alike. Made by the functions of this module only.
 
-    kind: "chars" (parts are ranges of code points), "text" (parts[0], two characters or more), "concat", "union", "intersect", "not" or "repeat" (of parts[0],
-    `low` to `high` times, None without end).  has_empty: whether the empty text belongs to it.  size: how many parts
-    there are in all. is_plain: made without intersection and complement. Raises TooComplex beyond 400,000 parts.
+    kind: "chars" (parts are ranges of code points), "text" (parts[0], two characters or more), "concat", "union",
+    "intersect", "not" or "repeat" (of parts[0], `low` to `high` times, None without end).  has_empty: whether the empty
+    text belongs to it.  size: how many parts there are in all.  is_plain: made without intersection and complement.
+    Raises TooComplex beyond 400,000 parts.
     """
 
     __slots__ = ("_content", "_hash", "has_empty", "high", "is_plain", "kind", "low", "parts", "size")
@@ -113,7 +116,7 @@ class Language:
         return None
 
     def after(self, char: int, work: Work | None = None) -> Language:
-        """What may follow a first character `char`. Ticks `work` for each part of it that is large."""
+        """What may follow a first character `char`. Ticks `work` once for each part that it looks into."""
         if work is not None:
             work.tick()
         return _AFTER[self.kind](self, char, work)
@@ -258,6 +261,10 @@ EMPTY: Final = Language("chars", (), False)
 EPSILON: Final = Language("concat", (), True)
 ANY_CHAR: Final = chars([(0, _LAST)])
 ANY_TEXT: Final = Language("repeat", (ANY_CHAR,), True, 0, None)
+SOME_TEXT: Final = repeat(ANY_CHAR, 1, None)
+"""One character or more, as a part of longer texts."""
+NOT_EMPTY: Final = complement(EPSILON)
+"""The same texts as a restriction of another language: it is gone after the first character."""
 
 # ---- derivatives -----------------------------------------------------------------------------------
 
@@ -326,10 +333,10 @@ def representatives(*languages: Language) -> list[int]:
 # ---- questions -------------------------------------------------------------------------------------
 
 
-def matches(language: Language, text: str) -> bool:
-    """Whether `text` belongs to `language`."""
+def matches(language: Language, text: str, work: Work | None = None) -> bool:
+    """Whether `text` belongs to `language`. Ticks `work` once for each part that it looks into."""
     for char in text:
-        language = language.after(ord(char))
+        language = language.after(ord(char), work)
         if language == EMPTY:
             return False
     return language.has_empty

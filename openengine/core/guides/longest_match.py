@@ -15,10 +15,9 @@ from collections.abc import Mapping
 from openengine.core.guides.grammar import Grammar
 from openengine.core.guides.language import (
     EMPTY,
-    EPSILON,
+    NOT_EMPTY,
     Language,
     TooComplex,
-    complement,
     first_chars,
     intersect,
     is_empty,
@@ -41,12 +40,19 @@ from openengine.core.guides.rule_nodes import (
 from openengine.core.guides.work import Work
 from openengine.errors import InvalidArgument
 
-__all__ = ["LongestMatch"]
+__all__ = ["Ambiguous", "LongestMatch"]
 
-_PRODUCT_BUDGET = 300
-_MAX_PAIRS = 100_000
-_SOME_TEXT = complement(EPSILON)
-_MAX_ROUNDS = 60
+_PRODUCT_BUDGET = 300  # of states; beyond it two terminals count as in conflict: at worst one is taken apart in vain
+_MAX_PAIRS = 100_000  # of places, some 13 MB of them; most grammars have a few hundred
+_MAX_ROUNDS = 60  # each takes one level of the terminals apart; the tests' grammars need ten at most
+
+
+class Ambiguous(InvalidArgument):
+    """Where `what`, which the grammar has already, begins or ends cannot be told."""
+
+    def __init__(self, what: str, problem: str) -> None:
+        super().__init__(f"{what} {problem}")
+        self.what = what
 
 
 class LongestMatch:
@@ -63,7 +69,8 @@ class LongestMatch:
         self._follow: dict[str, frozenset[int]] = {}
         self._after: dict[int, frozenset[int]] = {}  # which places may come right after each
         self._first_chars: dict[Language, Language] = {}
-        self._verdicts: dict[tuple[Language, ...], bool] = {}
+        self._meeting: dict[tuple[Language, Language], bool] = {}
+        self._going_on: dict[tuple[Language, Language, Language], bool] = {}
 
     def write(self) -> str:
         """Add the rules; returns the symbol of the first. Raises InvalidArgument where they stay ambiguous."""
@@ -79,14 +86,21 @@ class LongestMatch:
         raise InvalidArgument("the grammar is too ambiguous: its terminals cannot be told apart")
 
     def _numbered(self, node: Node) -> Node:
-        def number(part: Terminal | Ready) -> Place:
-            self._places.append(Place(len(self._places), part))
+        def number(leaf: Terminal | Ready | Reference) -> Node:
+            if isinstance(leaf, Reference):
+                return leaf
+            self._places.append(Place(len(self._places), leaf))
             return self._places[-1]
 
         return rebuilt(node, number)
 
     def _dissolved(self, node: Node, apart: set[int]) -> Node:
-        return rebuilt(node, lambda place: _taken_apart(place.part) if place.index in apart else place.part)
+        def dissolve(leaf: Place | Reference) -> Node:
+            if isinstance(leaf, Reference):
+                return leaf
+            return _taken_apart(leaf.part) if leaf.index in apart else leaf.part
+
+        return rebuilt(node, dissolve)
 
     # ---- conflicts
 
@@ -100,9 +114,10 @@ class LongestMatch:
                     self._check_end(place.part, after)
                 elif isinstance(other.part, Ready):
                     if intersect(self._chars_of(place.part), other.part.first) != EMPTY:
-                        raise InvalidArgument(
-                            f"{other.part.what} cannot be told from another text that may stand in its place; put a text "
-                            "that begins with another character before one of them"
+                        raise Ambiguous(
+                            other.part.what,
+                            "cannot be told from another text that may stand in its place; put a text that begins with "
+                            "another character before one of them",
                         )
                 elif not other.part.language.is_chars and self._goes_on(
                     place.part.language, after, other.part.language
@@ -112,9 +127,10 @@ class LongestMatch:
 
     def _check_end(self, ready: Ready, after: Language) -> None:
         if intersect(ready.more, after) != EMPTY:
-            raise InvalidArgument(
-                f"{ready.what} may go on with the characters of what follows it, so its end is not clear; "
-                "put a separator that no number has, such as a space, between them"
+            raise Ambiguous(
+                ready.what,
+                "may go on with the characters of what follows it, so its end is not clear; put a separator that no number "
+                "has, such as a space, between them",
             )
 
     def _together(self) -> list[tuple[int, int]]:
@@ -142,22 +158,23 @@ class LongestMatch:
         if a.language == b.language:
             return True
         key = (a.language, b.language) if hash(a.language) < hash(b.language) else (b.language, a.language)
-        if key not in self._verdicts:
-            both = intersect(*(intersect(language, _SOME_TEXT) if language.has_empty else language for language in key))
+        if key not in self._meeting:
+            both = intersect(*(intersect(language, NOT_EMPTY) if language.has_empty else language for language in key))
             try:
-                self._verdicts[key] = not is_empty(both, self._work, budget=_PRODUCT_BUDGET)
+                self._meeting[key] = not is_empty(both, self._work, budget=_PRODUCT_BUDGET)
             except TooComplex:
-                self._verdicts[key] = True
-        return self._verdicts[key]
+                self._meeting[key] = True
+        return self._meeting[key]
 
     def _goes_on(self, part: Language, after: Language, other: Language) -> bool:
         """Whether a text of `part` that may end before some c in `after` can go on with c as a text of `other`."""
         key = (part, after, other)
-        if key not in self._verdicts:
-            self._verdicts[key] = after != EMPTY and self._product(part, after, other)
-        return self._verdicts[key]
+        if key not in self._going_on:
+            self._going_on[key] = after != EMPTY and self._goes_on_in_product(part, after, other)
+        return self._going_on[key]
 
-    def _product(self, part: Language, after: Language, other: Language) -> bool:
+    def _goes_on_in_product(self, part: Language, after: Language, other: Language) -> bool:
+        """As `_goes_on`, by following both languages together; True also where that takes too long."""
         seen: set[tuple[Language, Language]] = set()  # without the start: a text that leads back to it is judged too
         pending = [(part, other)]
         is_start = True

@@ -1,18 +1,21 @@
-"""Where a JSON number ends: nothing in it says so, only what follows it does."""
+"""Where a JSON number ends: nothing in it says so, only what follows it does.
+
+Owns the questions that a structural tag asks about what stands after a number: which characters may go on with it, and
+whether a text can be read in two ways. What numbers look like is numbers.py's.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from fractions import Fraction
-from typing import Any
 
 from openengine.core.guides.language import (
     ANY_TEXT,
     EMPTY,
-    EPSILON,
+    NOT_EMPTY,
     Language,
     TooComplex,
     chars,
-    complement,
     concat,
     first_chars,
     intersect,
@@ -21,26 +24,21 @@ from openengine.core.guides.language import (
     union,
 )
 from openengine.core.guides.numbers import NotRegular, number_texts, texts_of
-from openengine.core.guides.schema_shapes import NumberShape, Values
-from openengine.core.guides.schema_solver import ShapeSolver
-from openengine.core.guides.schema_source import SchemaDocument
+from openengine.core.guides.schema_shapes import NumberShape, Shape, Values
 from openengine.core.guides.work import Work
 
 __all__ = ["NUMBER_GOES_ON", "number_edges", "number_language", "read_twice"]
 
-_MAX_STATES = 300
+_MAX_STATES = 300  # the numbers between two bounds of a schema have some dozens; each costs several derivatives
 _BEGINS = chars([(0x2D, 0x2D), (0x30, 0x39)])
 NUMBER_GOES_ON = chars((ord(char),) * 2 for char in "0123456789.eE")
 """What any number may go on with."""
 
-_SOME_TEXT = complement(EPSILON)
 
-
-def number_language(content: Any, work: Work) -> Language | None:
-    """The texts of the numbers that meet a schema; None where they are no regular language."""
-    solver = ShapeSolver(SchemaDocument(content, work), work)
+def number_language(shapes: Iterable[Shape]) -> Language | None:
+    """The texts of the numbers among `shapes`; None where they are no regular language."""
     found: list[Language] = []
-    for shape in solver.shapes(solver.goal((solver.document.root, True))):
+    for shape in shapes:
         if isinstance(shape, NumberShape):
             try:
                 found.append(number_texts(shape.range))
@@ -81,7 +79,7 @@ def read_twice(texts: Language, end: Language, work: Work) -> str | None:
     """A text that begins with one of `texts` and its `end`, but with a longer one and its end too; None if there is none."""
     try:
         for text, state in _complete(texts, work):
-            longer = concat(intersect(state, _SOME_TEXT), end, ANY_TEXT)
+            longer = concat(intersect(state, NOT_EMPTY), end, ANY_TEXT)
             found = sample(intersect(concat(end, ANY_TEXT), longer), work)
             if found is not None:
                 return text + found

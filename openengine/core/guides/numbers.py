@@ -27,7 +27,20 @@ from openengine.core.guides.language import (
     union,
 )
 
-__all__ = ["NotRegular", "NumberRange", "exponents", "listed_texts", "number_texts", "texts_of", "texts_within"]
+__all__ = [
+    "LARGE_EXPONENT",
+    "SMALL_EXPONENT",
+    "NotRegular",
+    "NumberRange",
+    "exponents",
+    "listed_texts",
+    "number_texts",
+    "texts_of",
+    "texts_within",
+]
+
+LARGE_EXPONENT, SMALL_EXPONENT = 16, -5
+"""From the one up and from the other down, the shortest form of a float takes an exponent."""
 
 _DIGIT = chars([(0x30, 0x39)])
 _NONZERO = chars([(0x31, 0x39)])
@@ -47,7 +60,6 @@ _PLAIN = concat(_NATURAL, repeat(_FRACTION, 0, 1))
 _MANTISSA = concat(_NONZERO, repeat(_FRACTION, 0, 1))
 _WHOLE = concat(_NATURAL, repeat(concat(literal("."), repeat(literal("0"), 1, None)), 0, 1))
 
-_LARGE_EXPONENT, _SMALL_EXPONENT = 16, -5  # where the shortest form of a float takes an exponent
 _MAX_EXPONENT, _MIN_EXPONENT = 308, -324
 _FLOAT_DIGITS = 15
 _TINY = Fraction(1, 10**300)
@@ -85,7 +97,7 @@ class NumberRange:
             return self
         return replace(self, high=bound, high_open=strictly)
 
-    def with_multiple(self, step: Fraction, at: str = "") -> NumberRange:
+    def with_multiple(self, step: Fraction, at: str) -> NumberRange:
         if self.multiple_of is not None:
             a, b = self.multiple_of, step
             step = Fraction(
@@ -222,20 +234,14 @@ def _not_whole() -> Language:
 
 def texts_of(value: Fraction) -> Language:
     """The usual texts of one number: its digits, and with an exponent where Python writes one."""
-    texts = []
-    if (plain := _decimal_text(value)) is not None:
-        texts.append(plain)
-    shortest = repr(_float(value)) if abs(value) <= 10**308 else ""
+    texts = [_decimal_text(value)]
+    shortest = repr(float(value)) if abs(value) <= 10**308 else ""
     if "e" in shortest and Fraction(shortest) == value:
         texts.append(shortest)
     return union(*map(literal, texts))
 
 
-def _float(value: Fraction) -> float:
-    return value.numerator / value.denominator
-
-
-def _decimal_text(value: Fraction) -> str | None:
+def _decimal_text(value: Fraction) -> str:
     """Shortest digits without exponent."""
     digits = 0
     denominator = value.denominator
@@ -346,7 +352,7 @@ def exponents(*, low: int = _MIN_EXPONENT, high: int = _MAX_EXPONENT) -> Languag
     numbers = [
         n
         for n in range(max(low, _MIN_EXPONENT), min(high, _MAX_EXPONENT) + 1)
-        if n >= _LARGE_EXPONENT or n <= _SMALL_EXPONENT
+        if n >= LARGE_EXPONENT or n <= SMALL_EXPONENT
     ]
     return union(*(_run(sign, sorted(abs(n) for n in numbers if (n < 0) is (sign == "-"))) for sign in "+-"))
 
@@ -357,13 +363,13 @@ def _run(sign: str, numbers: list[int]) -> Language:
         return EMPTY
     inside = intersect(
         union(repeat(_DIGIT, 2, 2), concat(_NONZERO, repeat(_DIGIT, 2, 2))),
-        _two_digits_at_most(f"{numbers[-1]:02d}"),
-        complement(_two_digits_at_most(f"{numbers[0] - 1:02d}")),
+        _exponent_at_most(f"{numbers[-1]:02d}"),
+        complement(_exponent_at_most(f"{numbers[0] - 1:02d}")),
     )
     return concat(literal(f"e{sign}"), inside)
 
 
-def _two_digits_at_most(high: str) -> Language:
+def _exponent_at_most(high: str) -> Language:
     shorter = repeat(_DIGIT, 2, 2) if len(high) > 2 else EMPTY
     same = [literal(high)]
     for index, digit in enumerate(high):

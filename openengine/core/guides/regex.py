@@ -14,12 +14,11 @@ from openengine.core.guides.language import (
     ANY_TEXT,
     EMPTY,
     EPSILON,
+    SOME_TEXT,
     Language,
-    chars,
     complement,
     concat,
     intersect,
-    repeat,
     union,
 )
 from openengine.core.guides.regex_syntax import (
@@ -55,10 +54,7 @@ def search(pattern: str, work: Work | None = None) -> Language:
     anywhere = compiler.compile(node, ANY_TEXT, at_start=False)
     if not _has_start(node):
         return concat(ANY_TEXT, anywhere)
-    return union(compiler.compile(node, ANY_TEXT, at_start=True), concat(_SOME_TEXT, anywhere))
-
-
-_SOME_TEXT = repeat(chars([(0, 0x10FFFF)]), 1, None)
+    return union(compiler.compile(node, ANY_TEXT, at_start=True), concat(SOME_TEXT, anywhere))
 
 
 class _Compiler:

@@ -7,15 +7,14 @@ ASCII classes (`\\s` in a schema also holds Unicode's spaces, as ECMA says). Wha
 
 from __future__ import annotations
 
-import functools
 import itertools
 import re
-import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
 from openengine.core.guides.language import EPSILON, Language, chars, concat, literal, negated_ranges, repeat, union
+from openengine.core.guides.unicode_categories import category_ranges
 from openengine.core.guides.work import Work
 from openengine.errors import InvalidArgument
 
@@ -62,7 +61,6 @@ class Look:
 
     inner: Node
     negative: bool
-    position: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +251,7 @@ class _Parser:
         node = self._choice()
         if not self._take(")"):
             raise self._error("missing ')' for the group", start)
-        return node if look is None else self._mark(Look(node, look, start), start)
+        return node if look is None else self._mark(Look(node, look), start)
 
     def _mark(self, node: Mark | Look, start: int) -> Mark | Look:
         self._num_marks += 1
@@ -373,17 +371,11 @@ class _Parser:
             end = self._text.find("}", self._at)
             name = self._text[self._at : end] if end > 0 else ""
             self._at = end + 1
-        kind, _, category = name.rpartition("=")
-        category = _CATEGORIES.get(category, category)
-        if not name or kind not in _CATEGORY_KINDS or (category and not _CATEGORY.fullmatch(category)):
-            ranges = ()
-        else:
-            if name not in self._properties:
-                self._properties[name] = _category_ranges(category, self._work)
-            ranges = self._properties[name]
-        if not ranges:
+        if name not in self._properties:
+            self._properties[name] = category_ranges(name, self._work)
+        if not self._properties[name]:
             raise self._error(f"the Unicode property {name!r:.60} is not supported (general categories are)", start)
-        return ranges
+        return self._properties[name]
 
     def _chars(self, ranges: list[tuple[int, int]]) -> Language:
         if not self._ignore_case:
@@ -409,50 +401,3 @@ class _Parser:
     def _error(self, what: str, position: int | None = None) -> InvalidArgument:
         position = self._at if position is None else position
         return InvalidArgument(f"the regular expression {shown(self._text)} is refused at position {position}: {what}")
-
-
-_CATEGORY_KINDS = ("", "gc", "General_Category")
-_CATEGORY = re.compile("[LMNPSZC][a-z]?")
-_CATEGORIES = {
-    "Letter": "L",
-    "Lowercase_Letter": "Ll",
-    "Uppercase_Letter": "Lu",
-    "Mark": "M",
-    "Number": "N",
-    "Decimal_Number": "Nd",
-    "Punctuation": "P",
-    "Symbol": "S",
-    "Separator": "Z",
-    "Other": "C",
-    "Any": "",
-    "digit": "Nd",
-    "punct": "P",
-}
-
-
-_BLOCK = 0x1000
-
-
-def _category_ranges(category: str, work: Work) -> tuple[tuple[int, int], ...]:
-    """Code points whose Unicode general category begins with `category`."""
-    found: list[tuple[int, int]] = []
-    for block in range(0, 0x110000, _BLOCK):
-        work.tick(8)
-        for low, high, name in _category_runs(block):
-            if not name.startswith(category):
-                continue
-            if found and found[-1][1] == low - 1:
-                found[-1] = (found[-1][0], high)
-            else:
-                found.append((low, high))
-    return tuple(found)
-
-
-@functools.cache
-def _category_runs(block: int) -> tuple[tuple[int, int, str], ...]:
-    """(first, last, category) of the runs of one category from `block` on."""
-    runs: list[tuple[int, int, str]] = []
-    for name, group in itertools.groupby(range(block, block + _BLOCK), lambda code: unicodedata.category(chr(code))):
-        codes = list(group)
-        runs.append((codes[0], codes[-1], name))
-    return tuple(runs)

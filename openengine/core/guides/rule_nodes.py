@@ -94,9 +94,9 @@ def references(node: Node) -> Iterator[str]:
 
 
 def rebuilt(node: Node, change: Callable[[Any], Node]) -> Node:
-    """`node` with `change` made to its leaves, but for references."""
+    """`node` with `change` made to each of its leaves, references too."""
     if isinstance(node, Sequence | Choice):
         return type(node)(tuple(rebuilt(part, change) for part in node.parts))
     if isinstance(node, Loop):
         return Loop(rebuilt(node.inner, change), node.low, node.high)
-    return node if isinstance(node, Reference) else change(node)
+    return change(node)

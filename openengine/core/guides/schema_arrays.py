@@ -20,8 +20,8 @@ from openengine.core.guides.schema_values import Value
 
 __all__ = ["ArrayMachine"]
 
-_MAX_STATES = 3000
-_MAX_VALUES = 32
+_MAX_STATES = 3000  # each becomes a rule with a way for each of its items
+_MAX_VALUES = 32  # each set of them that is taken is a state: those of three of 32 exceed _MAX_STATES already
 
 
 @dataclass(frozen=True, slots=True)

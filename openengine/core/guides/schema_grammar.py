@@ -8,7 +8,6 @@ meets is left out wherever it is optional, so that no output can run into a dead
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -29,9 +28,11 @@ from openengine.core.guides.json_text import (
 from openengine.core.guides.language import EMPTY, Language, TooComplex, intersect, literal, union
 from openengine.core.guides.numbers import NotRegular, NumberRange, number_texts, texts_of
 from openengine.core.guides.schema_arrays import ArrayMachine
+from openengine.core.guides.schema_members import MemberWriter, check_optional, repeated
 from openengine.core.guides.schema_multiples import TooManyRemainders, add_multiples
 from openengine.core.guides.schema_shapes import (
     ArrayShape,
+    Demand,
     Goal,
     NumberShape,
     ObjectShape,
@@ -46,22 +47,18 @@ from openengine.errors import InvalidArgument
 
 __all__ = ["SchemaRules", "add_schema"]
 
-_MAX_GOALS = 20_000
+_MAX_GOALS = 20_000  # each becomes a rule, of some hundred bytes
 _TICKS_PER_RULE = 32  # writing one takes that much longer than a small step
-_MAX_WANTED = 3
-_BLOCK = 32
-_MAX_COUNTED = 10_000
-_MAX_NESTED = 200
-_MAX_OPTIONAL = 900  # each is two of the 2000 items that the backend follows at one place of a text
+_MAX_NESTED = 200  # each optional item is a rule within that of the one before
 _NOTES = ("$comment", "$defs", "$id", "$schema", "default", "definitions", "description", "examples", "title")
 
 
 @dataclass(frozen=True, slots=True)
 class SchemaRules:
-    """The symbol of a schema's values, and their JSON types."""
+    """The symbol of a schema's values, and the shapes that they have."""
 
     symbol: str
-    kinds: frozenset[str]
+    shapes: tuple[Shape, ...]
 
 
 def add_schema(grammar: Grammar, content: Any, work: Work) -> SchemaRules:
@@ -70,12 +67,12 @@ def add_schema(grammar: Grammar, content: Any, work: Work) -> SchemaRules:
     Raises InvalidArgument naming a JSON pointer and keyword when it is malformed, unsupported, or no value meets it.
     """
     solver = ShapeSolver(SchemaDocument(content, work), work)
-    goal = solver.goal((solver.document.root, True))
+    goal = solver.goal(Demand(solver.document.root, True))
     writer = _Writer(grammar, solver, _Productive(solver, goal))
     if not writer.productive.has(goal):
         raise _no_value(content)
-    kinds = frozenset(shape.kind for shape in solver.shapes(goal) if writer.productive.shape_is(shape))
-    return SchemaRules(writer.write(goal), kinds)
+    shapes = tuple(filter(writer.productive.shape_is, solver.shapes(goal)))
+    return SchemaRules(writer.write(goal), shapes)
 
 
 def _no_value(content: dict[str, Any] | bool) -> InvalidArgument:
@@ -135,7 +132,7 @@ class _Productive:
                     if shape.high is None or shape.high > len(shape.prefix):
                         yield shape.items
             elif isinstance(shape, ObjectShape):
-                _check_optional(shape)  # before all those members are worked out
+                check_optional(shape)  # before all those members are worked out
                 yield from (inner for _, inner, _ in shape.declared)
                 yield from (inner for _, inner in shape.others)
 
@@ -181,6 +178,7 @@ class _Writer:
         self._comma = symbol(COMMA)
         self._object = (symbol(OPEN_OBJECT), symbol(CLOSE_OBJECT))
         self._array = (symbol(OPEN_ARRAY), symbol(CLOSE_ARRAY))
+        self._members = MemberWriter(grammar, solver, productive.has, self._symbol)
 
     def write(self, root: Goal) -> str:
         start = self._symbol(root)
@@ -198,7 +196,7 @@ class _Writer:
             if isinstance(shape, ArrayShape):
                 alternatives.append(self._write_array(shape, goal))
             elif isinstance(shape, ObjectShape):
-                alternatives.append(self._write_object(shape))
+                alternatives.append(self._members.write(shape))
         return alternatives
 
     def _symbol(self, goal: Goal) -> str:
@@ -269,7 +267,7 @@ class _Writer:
             if more_high == 0:
                 return f"{start} {end}"
             items = self._symbol(shape.items)
-            rest = _repeated(
+            rest = repeated(
                 f"{self._comma} {items}", max(more_low - 1, 0), None if more_high is None else more_high - 1
             )
             body = f"{items} {rest}"
@@ -280,142 +278,12 @@ class _Writer:
             )
         rest = ""
         if more_high != 0:
-            rest = _repeated(f"{self._comma} {self._symbol(shape.items)}", more_low, more_high)
+            rest = repeated(f"{self._comma} {self._symbol(shape.items)}", more_low, more_high)
         for index in range(len(prefix) - 1, 0, -1):
             tail = f"{self._comma} {prefix[index]} {rest}"
             rest = tail if index < shape.low else self._grammar.rule([tail, '""'])
         body = f"{prefix[0]} {rest}"
         return f"{start} {body} {end}" if shape.low else f"{start} ({body})? {end}"
-
-    # ---- objects
-
-    def _write_object(self, shape: ObjectShape) -> str:
-        declared = [
-            (self._member(literal(name), goal), must)
-            for name, goal, must in shape.declared
-            if self.productive.has(goal)
-        ]
-        others = [(language, goal) for language, goal in shape.others if self.productive.has(goal)]
-        rest = self._grammar.rule([self._member(*each) for each in others]) if others else None
-        start, end = self._object
-        num_required = sum(must for _, must in declared)
-        is_bounded = shape.high is not None and (shape.high < len(declared) or bool(others))
-        if not is_bounded and shape.low <= num_required and not shape.some:
-            return f"{start} {self._free_members(declared, rest)} {end}"
-        return f"{start} {self._counted_members(shape, declared, others, rest)} {end}"
-
-    def _member(self, names: Language, goal: Goal) -> str:
-        self._solver.work.tick()
-        return f"{self._grammar.symbol(key_of(names))} {self._symbol(goal)}"
-
-    def _free_members(self, declared: list[tuple[str, bool]], rest: str | None) -> str:
-        """Members without a bound on their number: after the first, each is optional or required on its own.
-
-        In blocks, so that the grammar stays flat and its size linear however many members there are.
-        """
-        blocks = [declared[start : start + _BLOCK] for start in range(0, len(declared), _BLOCK)]
-        following = [self._later(block) for block in blocks]
-        if len(blocks) > 1:
-            following = [self._grammar.rule([each]) for each in following]
-        following.append(f"({self._comma} {rest})*" if rest else "")
-        heads: list[str] = []
-        for index, block in enumerate(blocks):
-            firsts: list[str] = []
-            for place, (member, must) in enumerate(block):
-                firsts.append(f"{member} {self._later(block[place + 1 :])}")
-                if must:
-                    break
-            first = firsts[0] if len(firsts) == 1 else self._grammar.rule(firsts)
-            heads.append(" ".join([first, *following[index + 1 :]]))
-            if any(must for _, must in block):
-                return heads[0] if len(heads) == 1 else self._grammar.rule(heads)
-        if rest:
-            heads.append(f"{rest} {following[-1]}")
-        return self._grammar.rule([*heads, '""'])
-
-    def _later(self, members: list[tuple[str, bool]]) -> str:
-        """Members after the first."""
-        return " ".join(f"{self._comma} {member}" if must else f"({self._comma} {member})?" for member, must in members)
-
-    def _counted_members(
-        self,
-        shape: ObjectShape,
-        declared: list[tuple[str, bool]],
-        others: list[tuple[Language, Goal]],
-        rest: str | None,
-    ) -> str:
-        """Members with their number between bounds, or with a name required of those that are not declared."""
-        wanted = self._wanted(shape, others, rest) if shape.some else None
-        if (
-            len(declared) * min(len(declared), shape.high or shape.low or 1) > _MAX_COUNTED
-            or len(declared) > _MAX_NESTED
-        ):
-            raise unsupported(*shape.where, "it bounds the number of members of an object with too many of them")
-        known: dict[tuple[int, int], str | None] = {}
-
-        def after(index: int, count: int) -> str | None:
-            """A rule for the members from `index` on when `count` came before; None if there is no way on."""
-            if (index, count) not in known:
-                known[index, count] = None
-                options = at_end(count) if index == len(declared) else choose(index, count)
-                known[index, count] = self._grammar.rule(options) if options else None
-            return known[index, count]
-
-        def choose(index: int, count: int) -> list[str]:
-            member, must = declared[index]
-            options = []
-            if shape.high is None or count < shape.high:
-                more = after(index + 1, count + 1)
-                options += [] if more is None else [f"{self._comma if count else ''} {member} {more}"]
-            if not must and (more := after(index + 1, count)) is not None:
-                options.append(more)
-            return options
-
-        def at_end(count: int) -> list[str]:
-            low, high = max(shape.low - count, 0), None if shape.high is None else shape.high - count
-            if wanted is not None:
-                if low > 1 or high is not None:
-                    raise unsupported(*shape.where, "it bounds the number of members and requires an undeclared one")
-                return [f"{self._comma} {wanted}" if count else wanted]
-            if rest is None or high == 0:
-                return ['""'] if low == 0 else []
-            if low > 1:
-                raise unsupported(
-                    *shape.where, "it requires several members that are not declared, and their names could repeat"
-                )
-            item = f"{self._comma} {rest}"
-            if count:
-                return [_repeated(item, low, high)]
-            first = f"{rest} {_repeated(item, 0, None if high is None else high - 1)}"
-            return [first] if low else [first, '""']
-
-        start = after(0, 0)
-        assert start is not None, "unproductive shapes are left out before"
-        return start
-
-    def _wanted(self, shape: ObjectShape, others: list[tuple[Language, Goal]], rest: str | None) -> str:
-        """Undeclared members, among them one of each set of names in `shape.some`."""
-        if len(shape.some) > _MAX_WANTED:
-            raise unsupported(*shape.where, f"it asks for more than {_MAX_WANTED} undeclared members")
-        every = frozenset(range(len(shape.some)))
-        subsets = [frozenset(each) for size in range(1, len(every) + 1) for each in itertools.combinations(every, size)]
-        members: dict[frozenset[int], str] = {}
-        for subset in subsets:
-            named = [(intersect(language, *(shape.some[i] for i in subset)), goal) for language, goal in others]
-            found = [self._member(names, goal) for names, goal in named if not self._solver.surely_empty(names)]
-            if found:
-                members[subset] = self._grammar.rule(found)
-        after = {frozenset(): f"({self._comma} {rest})*"}
-        for missing in subsets:
-            options = [
-                f"{members[subset]} {after[missing - subset]}"
-                if missing == subset
-                else f"{members[subset]} {self._comma} {after[missing - subset]}"
-                for subset in members
-                if subset <= missing
-            ]
-            after[missing] = self._grammar.rule([f"({rest} {self._comma})* ({' | '.join(options)})"])
-        return after[every]
 
 
 @contextmanager
@@ -435,24 +303,6 @@ def _where(goal: Goal) -> tuple[str, str]:
         return "", "type"
     keyword = next((key for key in keywords if key != "type"), keywords[0])
     return schema.at(keyword), keyword
-
-
-def _check_optional(shape: ObjectShape) -> None:
-    """Raises InvalidArgument where the backend could not follow all the members that may come next."""
-    runs = itertools.groupby(is_required for _, _, is_required in shape.declared)
-    longest = max((sum(1 for _ in run) for is_required, run in runs if not is_required), default=0)
-    if longest > _MAX_OPTIONAL and (shape.high is None or shape.high >= len(shape.declared)):
-        raise unsupported(
-            *shape.where, f"{longest} optional members follow one another, the limit is {_MAX_OPTIONAL}; require some"
-        )
-
-
-def _repeated(part: str, low: int, high: int | None) -> str:
-    if high == 0:
-        return ""
-    if high is None:
-        return f"({part})*" if low == 0 else f"({part}){{{low},}}"
-    return f"({part}){{{low},{high}}}"
 
 
 def _scalar_text(value: Any) -> Language:

@@ -18,7 +18,14 @@ from fractions import Fraction
 from math import ceil, floor, gcd, prod
 
 from openengine.core.guides.grammar import Grammar
-from openengine.core.guides.numbers import NumberRange, exponents, listed_texts, texts_within
+from openengine.core.guides.numbers import (
+    LARGE_EXPONENT,
+    SMALL_EXPONENT,
+    NumberRange,
+    exponents,
+    listed_texts,
+    texts_within,
+)
 from openengine.core.guides.work import Work
 
 __all__ = ["TooManyRemainders", "add_multiples"]
@@ -33,7 +40,6 @@ _MAX_OTHER, _MAX_WHOLE, _MAX_BOUNDED = 256, 512, 4096  # remainders of numbers, 
 _MAX_WHOLE_STEP = 10_000  # more remainders than that exhaust the backend
 _MAX_EXACT = 2**53  # the backend takes the bounds of its own multiples for floats
 _FLOAT_PLACES = 16
-_LARGE_EXPONENT, _SMALL_EXPONENT = 16, -5
 
 
 class TooManyRemainders(Exception):
@@ -88,7 +94,7 @@ class _Multiples:
             self._num_last += 1
         low, high = wanted.low, wanted.high
         farthest = None if low is None or high is None else max(abs(low), abs(high))
-        self._has_large = wanted.is_integer is None and (farthest is None or farthest >= 10**_LARGE_EXPONENT)
+        self._has_large = wanted.is_integer is None and (farthest is None or farthest >= 10**LARGE_EXPONENT)
         self._num_digits = None if farthest is None else self._most_digits(farthest)
         powers = _prime_powers(odd)
         self._check_size(powers)
@@ -107,7 +113,7 @@ class _Multiples:
     def _small(self) -> list[str]:
         """Less than 1e-4: all places that an exponent moves away."""
         forms = []
-        for exponent in range(_SMALL_EXPONENT, -self._places - 1, -1):
+        for exponent in range(SMALL_EXPONENT, -self._places - 1, -1):
             places = self._places + exponent
             form = f"({self._aligned(places, places)} & /[1-9](\\.[0-9]+)?/) {self._exponents(exponent, exponent)}"
             forms.append(form)
@@ -115,10 +121,10 @@ class _Multiples:
 
     def _large(self) -> list[str]:
         """At least 1e16, in no more digits than a float has."""
-        free = max(_LARGE_EXPONENT, _FLOAT_PLACES + self._num_last - self._places)
+        free = max(LARGE_EXPONENT, _FLOAT_PLACES + self._num_last - self._places)
         shape = f"/[1-9](\\.[0-9]{{1,{_FLOAT_PLACES}}})?/"
         forms = [f"({' & '.join([shape, *self._odd])}) {self._exponents(free, None)}"]
-        for exponent in range(_LARGE_EXPONENT, free):
+        for exponent in range(LARGE_EXPONENT, free):
             digits = self._aligned(self._places + exponent, _FLOAT_PLACES)
             forms.append(f"({digits} & {shape}) {self._exponents(exponent, exponent)}")
         return forms
@@ -142,11 +148,15 @@ class _Multiples:
         odd, even = prod(powers), self._even
         while even % 10 == 0:
             even //= 10
-        last = even if even % 2 == 0 else 1 if even == 1 else 2 * self._num_last  # powers of 5 have few states
+        is_power_of_five = even > 1 and even % 2 == 1
+        last = 2 * self._num_last if is_power_of_five else even  # powers of 5 have few states
         size = odd * last * (2 if odd > 1 and last > 1 else 1)
         is_endless = self._num_digits is None
         is_whole = bool(self._wanted.is_integer)
-        limit = _MAX_BOUNDED if not is_endless and not self._has_large else _MAX_WHOLE if is_whole else _MAX_OTHER
+        if not is_endless and not self._has_large:
+            limit = _MAX_BOUNDED
+        else:
+            limit = _MAX_WHOLE if is_whole else _MAX_OTHER
         if (
             even > _MAX_LAST_DIGITS
             or size > limit

@@ -1,23 +1,24 @@
 """Shapes: what is asked of values of one JSON type. Arrays and objects speak of their parts by goals.
 
-A *goal* is a conjunction of literals (schema, holds or not). See schema_solver.py for how shapes are worked out.
+A *goal* is a conjunction of demands. See schema_solver.py for how shapes are worked out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from openengine.core.guides.language import ANY_TEXT, EMPTY, Language, intersect, union
 from openengine.core.guides.numbers import NumberRange
-from openengine.core.guides.schema_source import Schema
+from openengine.core.guides.schema_source import Schema, unsupported
 from openengine.core.guides.schema_values import Value
 
 __all__ = [
-    "STARTS",
+    "ANY_VALUE",
     "ArrayShape",
     "Contains",
+    "Demand",
     "Goal",
     "MemberRule",
     "NumberShape",
@@ -28,13 +29,24 @@ __all__ = [
     "StringShape",
     "Values",
     "both_strings",
+    "check_size",
     "counted",
     "merged_strings",
     "unique",
 ]
 
-Goal: TypeAlias = tuple[tuple[Schema, bool], ...]
-"""Literals in the order of their writing, which is the order of declared properties."""
+_MAX_STATES = 1000  # of one schema; each may double with the next keyword, and becomes rules of its own
+
+
+class Demand(NamedTuple):
+    """That `schema` holds for a value, or that it does not."""
+
+    schema: Schema
+    holds: bool
+
+
+Goal: TypeAlias = tuple[Demand, ...]
+"""Demands in the order of their writing, which is the order of declared properties."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +124,8 @@ class ObjectDraft:
 class ObjectShape:
     """Declared members in order (name, goal, required), then others by disjoint sets of names.
 
-    low, high: bounds on the number of members.  some: how many of the others are required by the bounds or otherwise.
+    low, high: bounds on the number of members.  some: sets of names, of each of which one of the
+    others must be there.
     """
 
     declared: tuple[tuple[str, Goal, bool], ...]
@@ -128,7 +141,7 @@ Shape: TypeAlias = Values | NumberShape | StringShape | ArrayShape | ObjectShape
 State: TypeAlias = Values | NumberShape | StringShape | ArrayShape | ObjectDraft
 """A shape under construction."""
 
-STARTS: dict[str, State] = {
+ANY_VALUE: dict[str, State] = {
     "null": Values("null", (Value.of(None),)),
     "boolean": Values("boolean", (Value.of(False), Value.of(True))),
     "number": NumberShape(NumberRange()),
@@ -144,6 +157,13 @@ def counted(state: Any, low: int, high: int | None) -> list[Any]:
     low = max(low, state.low)
     high = state.high if high is None else high if state.high is None else min(high, state.high)
     return [] if high is not None and high < low else [replace(state, low=low, high=high)]
+
+
+def check_size(states: list[State], schema: Schema, keywords: tuple[str, ...]) -> None:
+    """Raises InvalidArgument when there are more alternatives than anyone wants to tell apart."""
+    if len(states) > _MAX_STATES:
+        keyword = next(keyword for keyword in keywords if keyword in schema)
+        raise unsupported(schema.at(keyword), keyword, f"it makes more than {_MAX_STATES} alternatives")
 
 
 def both_strings(a: State, b: State) -> State:

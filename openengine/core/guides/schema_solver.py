@@ -1,10 +1,10 @@
 """From a schema to shapes: `ShapeSolver.shapes(goal)` gives the alternatives of a goal.
 
-A value meets a goal, a conjunction of literals (schema, holds or not), exactly if it meets one of its alternatives. A shape
+A value meets a goal, a conjunction of demands (schema, holds or not), exactly if it meets one of its alternatives. A shape
 speaks of one JSON type, and of the parts of arrays and objects by goals again, so recursion and references need no
 special case:
 
-    allOf, $ref            the literals of one goal            not                the same keywords, negated
+    allOf, $ref            the demands of one goal             not                the same keywords, negated
     anyOf, type            alternatives                        if, dependencies   (if and then) or (not if and else)
     oneOf                  alternatives, each without those of the others that it does not exclude by itself
 """
@@ -12,7 +12,6 @@ special case:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final
 
 from openengine.core.guides.language import (
     ANY_TEXT,
@@ -26,10 +25,11 @@ from openengine.core.guides.language import (
     matches,
     union,
 )
-from openengine.core.guides.schema_keywords import Rule, check_size, rules_of
+from openengine.core.guides.schema_keywords import Rule, rules_of
 from openengine.core.guides.schema_shapes import (
-    STARTS,
+    ANY_VALUE,
     ArrayShape,
+    Demand,
     Goal,
     MemberRule,
     NumberShape,
@@ -40,6 +40,7 @@ from openengine.core.guides.schema_shapes import (
     StringShape,
     Values,
     both_strings,
+    check_size,
     merged_strings,
     unique,
 )
@@ -50,8 +51,8 @@ from openengine.core.guides.work import Work
 __all__ = ["ShapeSolver"]
 
 _MAX_CLASSES = 64
+_LOOK_DEPTH = 6  # how far into nested values; what is beyond is taken to be possible, which is only less thrifty
 _TICKS_PER_SCHEMA = 8  # what it asks of one type takes that much longer than a small step
-_NEVER: Final[Goal] = ((Schema(False, "", ""), True),)
 
 
 class ShapeSolver:
@@ -63,9 +64,9 @@ class ShapeSolver:
         self._validator = Validator(document)
         self._shapes: dict[Goal, tuple[Shape, ...]] = {}
         self._may_hold: dict[tuple[Goal, str | None], bool] = {}
-        self._strings: dict[tuple[Schema, bool], list[State]] = {}
+        self._strings: dict[Demand, list[State]] = {}
         self._empty: dict[Language, bool] = {}
-        self._open: list[tuple[Schema, bool]] = []  # literals being expanded, to notice references that go in circles
+        self._open: list[Demand] = []  # those being expanded, to notice references that go in circles
 
     def shapes(self, goal: Goal) -> tuple[Shape, ...]:
         """The alternatives of `goal`; none when no value can meet it. Raises InvalidArgument for what is unsupported."""
@@ -74,13 +75,14 @@ class ShapeSolver:
             known = self._shapes[goal] = tuple(shape for kind in TYPES for shape in self._solve(goal, kind))
         return known
 
-    def goal(self, *parts: tuple[Schema, bool] | Goal) -> Goal:
-        """A goal of literals and goals, without the literals that always hold."""
-        flat: dict[tuple[Schema, bool], None] = {}
+    def goal(self, *parts: Demand | Goal) -> Goal:
+        """A goal of demands and goals, without the demands that always hold."""
+        flat: dict[Demand, None] = {}
         for part in parts:
-            for schema, holds in (part,) if part and isinstance(part[0], Schema) else part:
-                if schema.content is not holds and not (holds and schema.content == {}):
-                    flat[schema, holds] = None
+            for demand in (part,) if isinstance(part, Demand) else part:
+                content, holds = demand.schema.content, demand.holds
+                if content is not holds and not (holds and content == {}):
+                    flat[demand] = None
         return tuple(flat)
 
     def string_language(self, goal: Goal) -> Language:
@@ -104,10 +106,50 @@ class ShapeSolver:
             self._empty[language] = known
         return known
 
+    def refine_all(self, states: list[State], goal: Goal) -> list[State]:
+        for schema, holds in goal:
+            states = self.refine(states, schema, holds)
+        return states
+
+    def refine(self, states: list[State], schema: Schema, holds: bool) -> list[State]:
+        """The states that also meet (or do not meet) `schema`."""
+        self.work.tick(_TICKS_PER_SCHEMA)
+        if not states:
+            return []
+        if isinstance(schema.content, bool):
+            return states if schema.content is holds else []
+        demand = Demand(schema, holds)
+        if states[0].kind == "string" and states != [ANY_VALUE["string"]]:
+            # Strings need no alternatives: what a schema asks of them is one language, worked out once.
+            alone = self._strings.get(demand)
+            if alone is None:
+                alone = self._strings[demand] = self.refine([ANY_VALUE["string"]], schema, holds)
+            return merged_strings(both_strings(a, b) for a in states for b in alone)
+        if demand in self._open:
+            raise unsupported(schema.at("$ref"), "$ref", "the schema refers to itself without anything in between")
+        self._open.append(demand)
+        try:
+            new = self._assert(states, schema) if holds else self._deny(states, schema)
+        finally:
+            self._open.pop()
+        return merged_strings(new) if states[0].kind == "string" else new
+
+    def may_hold(self, goal: Goal, kind: str | None = None, depth: int = _LOOK_DEPTH) -> bool:
+        """False only if no value (of type `kind`) meets `goal`. True when that would take too long to find out."""
+        key = (goal, kind)
+        if depth == 0:
+            return True
+        known = self._may_hold.get(key)
+        if known is None:
+            self._may_hold[key] = True  # what a recursive schema asks of itself here
+            shapes = self.shapes(goal) if kind is None else self._solve(goal, kind)
+            known = self._may_hold[key] = any(self._shape_may_hold(shape, depth - 1) for shape in shapes)
+        return known
+
     def _solve(self, goal: Goal, kind: str) -> list[Shape]:
         outer, self._open = self._open, []
         try:
-            states = self.refine_all([STARTS[kind]], goal)
+            states = self.refine_all([ANY_VALUE[kind]], goal)
         finally:
             self._open = outer
         values: dict[Value, None] = {}
@@ -132,33 +174,6 @@ class ShapeSolver:
     def _meets(self, goal: Goal, value: Value) -> bool:
         self.work.tick()
         return all(self._validator.holds(schema, value.content) is holds for schema, holds in goal)
-
-    def refine_all(self, states: list[State], goal: Goal) -> list[State]:
-        for schema, holds in goal:
-            states = self.refine(states, schema, holds)
-        return states
-
-    def refine(self, states: list[State], schema: Schema, holds: bool) -> list[State]:
-        """The states that also meet (or do not meet) `schema`."""
-        self.work.tick(_TICKS_PER_SCHEMA)
-        if not states:
-            return []
-        if isinstance(schema.content, bool):
-            return states if schema.content is holds else []
-        if states[0].kind == "string" and states != [STARTS["string"]]:
-            # Strings need no alternatives: what a schema asks of them is one language, worked out once.
-            alone = self._strings.get((schema, holds))
-            if alone is None:
-                alone = self._strings[schema, holds] = self.refine([STARTS["string"]], schema, holds)
-            return merged_strings(both_strings(a, b) for a in states for b in alone)
-        if (schema, holds) in self._open:
-            raise unsupported(schema.at("$ref"), "$ref", "the schema refers to itself without anything in between")
-        self._open.append((schema, holds))
-        try:
-            new = self._assert(states, schema) if holds else self._deny(states, schema)
-        finally:
-            self._open.pop()
-        return merged_strings(new) if states[0].kind == "string" else new
 
     def _assert(self, states: list[State], schema: Schema) -> list[State]:
         for rule in rules_of(schema, is_legacy=self.document.is_legacy):
@@ -188,18 +203,6 @@ class ShapeSolver:
             return [state]  # checked by value in the end
         return rule.apply(self, state, schema, holds)
 
-    def may_hold(self, goal: Goal, kind: str | None = None, depth: int = 6) -> bool:
-        """False only if no value (of type `kind`) meets `goal`. True when that would take too long to find out."""
-        key = (goal, kind)
-        if depth == 0:
-            return True
-        known = self._may_hold.get(key)
-        if known is None:
-            self._may_hold[key] = True  # what a recursive schema asks of itself here
-            shapes = self.shapes(goal) if kind is None else self._solve(goal, kind)
-            known = self._may_hold[key] = any(self._shape_may_hold(shape, depth - 1) for shape in shapes)
-        return known
-
     def _shape_may_hold(self, shape: Shape, depth: int) -> bool:
         if isinstance(shape, ArrayShape):
             first = [*shape.prefix[: shape.low], *([shape.items] if shape.low > len(shape.prefix) else [])]
@@ -212,25 +215,25 @@ class ShapeSolver:
         """Give every member its goal; alternatives where one of several declared members may be the one required."""
         names = self.string_language(state.names) if state.names else ANY_TEXT
         sources = [(source, dict(source.properties)) for source in state.sources]
-        declared: dict[str, Goal] = {}
+        declared: dict[str, Goal | None] = {}  # None for a member that cannot be there
         for name in (*(name for source in state.sources for name, _ in source.properties), *state.required):
             if name not in declared:
                 self.work.tick()
-                goal = self.goal(*(_goal_for(source, named, name) for source, named in sources))
+                goal = self.goal(*(_goal_for(source, named, name, self.work) for source, named in sources))
                 is_out = (
                     name in state.absent
-                    or not matches(names, name)
+                    or not matches(names, name, self.work)
                     or any(s.content is not h for s, h in goal if isinstance(s.content, bool))
                 )
-                declared[name] = _NEVER if is_out else goal
-        if any(declared[name] is _NEVER for name in state.required):
+                declared[name] = None if is_out else goal
+        if any(declared[name] is None for name in state.required):
             return []
         rest = intersect(names, *(complement(literal(name)) for name in (*declared, *state.absent)))
         others = self._classes(state, rest)
-        present = {name: goal for name, goal in declared.items() if goal is not _NEVER}
+        present = {name: goal for name, goal in declared.items() if goal is not None}
         alternatives = [(frozenset(state.required), ())]
         for wanted in state.some:
-            within = [name for name in present if matches(wanted, name)]
+            within = [name for name in present if matches(wanted, name, self.work)]
             alternatives = unique(
                 [(required | {name}, some) for required, some in alternatives for name in within]
                 + [(required, (*some, wanted)) for required, some in alternatives if others]
@@ -268,8 +271,8 @@ class ShapeSolver:
         return tuple((union(*languages), goal) for goal, languages in merged.items())
 
 
-def _goal_for(source: MemberRule, named: dict[str, Goal], name: str) -> Goal:
+def _goal_for(source: MemberRule, named: dict[str, Goal], name: str, work: Work) -> Goal:
     """What one source, whose properties are `named`, asks of the member `name`."""
     found = [named[name]] if name in named else []
-    found += [goal for language, goal in source.patterns if matches(language, name)]
+    found += [goal for language, goal in source.patterns if matches(language, name, work)]
     return tuple(part for goal in found for part in goal) if found else source.additional

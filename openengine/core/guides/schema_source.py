@@ -14,6 +14,8 @@ from fractions import Fraction
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
+from openengine.core.guides.language import Language
+from openengine.core.guides.regex import search
 from openengine.core.guides.work import Work
 from openengine.errors import InvalidArgument
 
@@ -65,7 +67,7 @@ class Schema:
 
     def at(self, keyword: str) -> str:
         """The pointer of one keyword."""
-        return f"{self.pointer}/{keyword.replace('~', '~0').replace('/', '~1')}"
+        return _below(self.pointer, keyword)
 
     def __contains__(self, keyword: str) -> bool:
         return isinstance(self.content, dict) and keyword in self.content
@@ -150,9 +152,10 @@ def unsupported(pointer: str, keyword: str, why: str) -> InvalidArgument:
 class SchemaDocument:
     """Looks schemas up. `root` is the whole document; a dict of the document is always the same `Schema`."""
 
-    def __init__(self, content: Any, work: Work | None = None) -> None:
+    def __init__(self, content: Any, work: Work) -> None:
         _check_is_schema(content, "", "the document")
-        self._work = work
+        self.work = work
+        self._patterns: dict[str, Language] = {}
         self._known: dict[int, Schema] = {}
         self._anchors: dict[str, Schema] = {}
         self._made: dict[Any, Schema] = {}
@@ -165,7 +168,7 @@ class SchemaDocument:
         content, pointer = parent.content, parent.pointer
         for step in path:
             content = content[step]
-            pointer += "/" + str(step).replace("~", "~0").replace("/", "~1")
+            pointer = _below(pointer, step)
         if isinstance(content, bool):
             return self.made((pointer, content), content, pointer, parent.base)
         return self._known.get(id(content)) or self._index(content, pointer, parent.base)
@@ -176,6 +179,18 @@ class SchemaDocument:
         if schema is None:
             schema = self._made[key] = Schema(content, pointer, base)
         return schema
+
+    def pattern(self, text: str, schema: Schema, keyword: str) -> Language:
+        """The strings in which `text` matches; worked out once, in the document's time.
+
+        Raises InvalidArgument naming `keyword` of `schema`, which asks for it, when it is malformed or unsupported.
+        """
+        if text not in self._patterns:
+            try:
+                self._patterns[text] = search(text, self.work)
+            except InvalidArgument as exc:
+                raise unsupported(schema.at(keyword), keyword, exc.message) from None
+        return self._patterns[text]
 
     def resolve(self, schema: Schema) -> Schema:
         """What the `$ref` of `schema` refers to. Raises InvalidArgument when that is not in the document."""
@@ -210,7 +225,7 @@ class SchemaDocument:
                 content = content[int(step)]
             else:
                 raise schema_error(pointer, "$ref", f"{_show(reference)} points to nothing")
-            path += "/" + step.replace("~", "~0").replace("/", "~1")
+            path = _below(path, step)
             if isinstance(content, dict) and (known := self._known.get(id(content))):
                 base = known.base
         _check_is_schema(content, path, f"the target of $ref {_show(reference)}")
@@ -224,8 +239,7 @@ class SchemaDocument:
         first: Schema | None = None
         while pending:
             content, pointer, base = pending.pop()
-            if self._work is not None:
-                self._work.tick()
+            self.work.tick()
             if isinstance(content, bool):
                 schema = self.made((pointer, content), content, pointer, base)
             else:
@@ -242,20 +256,20 @@ class SchemaDocument:
         return first
 
     def _register(self, content: dict[str, Any], pointer: str, base: str) -> Schema:
-        own = content.get("id" if self._draft == "draft-04" else "$id")
-        if isinstance(own, str) and not (self.is_legacy and own.startswith("#")) and not _hides_siblings(self, content):
+        # What stands beside a reference means nothing in the older drafts, and so names nothing.
+        named = {} if self.is_legacy and "$ref" in content else content
+        own = named.get("id" if self._draft == "draft-04" else "$id")
+        is_anchor = self.is_legacy and isinstance(own, str) and own.startswith("#")
+        if isinstance(own, str) and not is_anchor:
             base = urldefrag(urljoin(base, own))[0]
-            schema = Schema(content, pointer, base)
-            self._anchors.setdefault(base, schema)
-        else:
-            schema = Schema(content, pointer, base)
-            if isinstance(own, str):
-                self._anchors.setdefault(base + own, schema)
+        schema = Schema(content, pointer, base)
+        if isinstance(own, str):
+            self._anchors.setdefault(base + own if is_anchor else base, schema)
         if not pointer:
             self._anchors.setdefault("", schema)
         for name in ("$anchor", "$dynamicAnchor"):
-            if isinstance(content.get(name), str):
-                self._anchors.setdefault(f"{base}#{content[name]}", schema)
+            if isinstance(named.get(name), str):
+                self._anchors.setdefault(f"{base}#{named[name]}", schema)
         self._known[id(content)] = schema
         self._check_draft(schema)
         _check_keywords(schema)
@@ -291,15 +305,18 @@ def _draft_of(content: Any, pointer: str) -> str:
     dialect = content.get("$schema", "") if isinstance(content, dict) else ""
     if not isinstance(dialect, str):
         raise schema_error(pointer, "$schema", f"must be a string, not {_show(dialect)}")
-    if dialect and "json-schema.org" not in dialect:
-        raise unsupported(pointer, "$schema", f"the dialect {_show(dialect)} is not known; use Draft 7 or 2020-12")
-    if any(f"draft-0{number}" in dialect for number in "123"):
-        raise unsupported(pointer, "$schema", f"{_show(dialect)} is too old; use Draft 7 or 2020-12")
-    return next((draft for draft in _DRAFTS if draft in dialect), _DRAFTS[-1])
+    steps = urldefrag(dialect)[0].split("/")
+    named = [draft for draft in _DRAFTS if draft in steps]
+    if named and "json-schema.org" in steps:
+        return named[0]
+    if not dialect or steps[-2:] == ["json-schema.org", "schema"]:
+        return _DRAFTS[-1]
+    raise unsupported(pointer, "$schema", f"{_show(dialect)} is not known; name one of {', '.join(_DRAFTS)}")
 
 
-def _hides_siblings(document: SchemaDocument, content: dict[str, Any]) -> bool:
-    return document.is_legacy and "$ref" in content
+def _below(pointer: str, step: str | int) -> str:
+    """The pointer of what is under `step` of what `pointer` names."""
+    return f"{pointer}/{str(step).replace('~', '~0').replace('/', '~1')}"
 
 
 def _subschemas(schema: Schema) -> Iterator[tuple[Any, str]]:
@@ -309,17 +326,17 @@ def _subschemas(schema: Schema) -> Iterator[tuple[Any, str]]:
             yield content[keyword], schema.at(keyword)
     for keyword in _MANY:
         for index, inner in enumerate(content.get(keyword, ())):
-            yield inner, f"{schema.at(keyword)}/{index}"
+            yield inner, _below(schema.at(keyword), index)
     if "items" in content:
         items = content["items"]
         if isinstance(items, list):
-            yield from ((inner, f"{schema.at('items')}/{index}") for index, inner in enumerate(items))
+            yield from ((inner, _below(schema.at("items"), index)) for index, inner in enumerate(items))
         else:
             yield items, schema.at("items")
     for keyword in (*_NAMED, "dependencies"):
         for name, inner in content.get(keyword, {}).items():
             if not (keyword == "dependencies" and isinstance(inner, list)):
-                yield inner, f"{schema.at(keyword)}/{name.replace('~', '~0').replace('/', '~1')}"
+                yield inner, _below(schema.at(keyword), name)
 
 
 # ---- well-formedness -------------------------------------------------------------------------------
@@ -338,23 +355,23 @@ def _check_keywords(schema: Schema) -> None:
     for keyword in _MANY:
         if keyword in content and not (isinstance(content[keyword], list) and content[keyword]):
             raise schema_error(schema.at(keyword), keyword, "must be a list of schemas that is not empty")
-    items = content.get("items")
-    lists = [(name, content.get(name, ())) for name in _MANY] + [
-        ("items", items if isinstance(items, list) else [items])
-    ]
-    for keyword, inner in lists:
-        for index, each in enumerate(inner):
-            if not (keyword == "items" and "items" not in content):
-                _check_is_schema(each, f"{schema.at(keyword)}/{index}", keyword)
+    lists = {keyword: content.get(keyword, ()) for keyword in _MANY}
+    if isinstance(content.get("items"), list):
+        lists["items"] = content["items"]
+    elif "items" in content:
+        _check_is_schema(content["items"], schema.at("items"), "items")
+    for keyword, listed in lists.items():
+        for index, each in enumerate(listed):
+            _check_is_schema(each, _below(schema.at(keyword), index), keyword)
     for keyword in (*_NAMED, "dependencies", "dependentRequired"):
         named = content.get(keyword, {})
         if not isinstance(named, dict):
             raise schema_error(schema.at(keyword), keyword, f"must be an object, not {_show(named)}")
         for name, inner in named.items():
             if keyword == "dependentRequired" or (keyword == "dependencies" and isinstance(inner, list)):
-                _check_names(inner, f"{schema.at(keyword)}/{name}", keyword)
+                _check_names(inner, _below(schema.at(keyword), name), keyword)
             else:
-                _check_is_schema(inner, f"{schema.at(keyword)}/{name}", keyword)
+                _check_is_schema(inner, _below(schema.at(keyword), name), keyword)
     _check_scalars(schema)
     wanted = content.get("type")
     if content.get("nullable") is True and "null" not in (wanted if isinstance(wanted, list) else [wanted]):

@@ -1,4 +1,8 @@
-"""Whether a given value meets a schema; used for the values that a schema lists, one by one."""
+"""Whether a given value meets a schema; used for the values that a schema lists, one by one.
+
+Owns which JSON values are equal, and each keyword's verdict on a value. Sets of values that no schema lists are the shapes
+of schema_keywords.py, which knows the same keywords.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,6 @@ from typing import Any
 
 from openengine.core.guides.formats import format_language
 from openengine.core.guides.language import matches
-from openengine.core.guides.regex import search
 from openengine.core.guides.schema_source import Schema, SchemaDocument
 
 __all__ = ["Validator", "Value", "type_of"]
@@ -72,6 +75,10 @@ class Validator:
     def _each(self, schema: Schema, value: Any, keyword: str) -> list[bool]:
         return [self._child(schema, value, keyword, index) for index in range(len(schema.content[keyword]))]
 
+    def _finds(self, schema: Schema, keyword: str, pattern: str, text: str) -> bool:
+        """Whether `pattern`, which `keyword` of `schema` asks for, matches somewhere in `text`."""
+        return matches(self._document.pattern(pattern, schema, keyword), text, self._document.work)
+
     def _type(self, schema: Schema, value: Any) -> bool:
         wanted = schema.content["type"]
         names = wanted if isinstance(wanted, list) else [wanted]
@@ -105,10 +112,11 @@ class Validator:
 
     def _members(self, schema: Schema, value: dict[str, Any]) -> bool:
         content = schema.content
-        patterns = {text: search(text) for text in content.get("patternProperties", {})}
         for name, inner in value.items():
             found = [("properties", name)] if name in content.get("properties", {}) else []
-            found += [("patternProperties", text) for text, language in patterns.items() if matches(language, name)]
+            for text in content.get("patternProperties", {}):
+                if self._finds(schema, "patternProperties", text, name):
+                    found.append(("patternProperties", text))
             if not found and "additionalProperties" in content:
                 found = [("additionalProperties",)]
             if not all(self._child(schema, inner, *path) for path in found):
@@ -124,10 +132,9 @@ class Validator:
                     return False
         return True
 
-
-def _in_format(_: Validator, schema: Schema, value: str) -> bool:
-    language = format_language(schema.content["format"])
-    return language is None or matches(language, value)
+    def _format(self, schema: Schema, value: str) -> bool:
+        language = format_language(schema.content["format"])
+        return language is None or matches(language, value, self._document.work)
 
 
 _Rule = Callable[[Validator, Schema, Any], bool]
@@ -178,8 +185,8 @@ _BY_TYPE: dict[str, dict[str, _Rule]] = {
     "string": {
         "minLength": _size("minLength", _at_least),
         "maxLength": _size("maxLength", _at_most),
-        "pattern": lambda _, schema, value: matches(search(schema.content["pattern"]), value),
-        "format": _in_format,
+        "pattern": lambda self, schema, value: self._finds(schema, "pattern", schema.content["pattern"], value),
+        "format": Validator._format,
     },
     "array": {
         **dict.fromkeys(("prefixItems", "items", "additionalItems"), Validator._items),

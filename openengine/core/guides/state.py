@@ -92,7 +92,7 @@ class GuideState:
         began = time.thread_time()
         self._follow(token)
         if self._time.next_token(time.thread_time() - began):
-            self._check_time()
+            self._note_time_error()
             raise self.exhausted(self.error)
 
     def replay(self, tokens: Iterable[int]) -> None:
@@ -114,6 +114,7 @@ class GuideState:
             self.forced.pop()
             if self.forced:
                 return
+        # Only where those found before are used up, so that they are the same however they are taken.
         self.forced = self._find_forced()
 
     def note_mask_time(self, seconds: float) -> None:
@@ -121,12 +122,12 @@ class GuideState:
         self.has_slow_masks = seconds > _SLOW_MASK_S
         self._time.spend(seconds)
 
-    def _check_time(self) -> None:
+    def _note_time_error(self) -> None:
         if (error := self._time.error) is not None:
             self.error = f"{error}; what was written may be read in ever more ways: {_FIX}"
 
     def _find_forced(self) -> list[int]:
-        """Looked for only where the tokens found before are used up, so that they are the same however they are taken."""
+        """The tokens that must come next, the last one first; none from a stop id on."""
         tokens = self.matcher.compute_ff_tokens()
         if tokens and self._stop_token_ids:
             # A stop id does not go on with the text; it must be written with other tokens.
@@ -150,7 +151,7 @@ class GuideState:
         """Put forced tokens and ends right in a mask row i32[ceil(V / 32)]; returns whether only ends are left in it."""
         if self.matcher.is_error():
             self.error = plain_error(self.matcher.get_error())
-        self._check_time()
+        self._note_time_error()
         if self.error is not None:
             row[:] = 0
             return False

@@ -22,10 +22,10 @@ from openengine.core.guides.context_free import add_rules
 from openengine.core.guides.gbnf import parse_gbnf
 from openengine.core.guides.grammar import Grammar, GrammarTooLarge
 from openengine.core.guides.language import (
-    ANY_CHAR,
     ANY_TEXT,
     EMPTY,
     EPSILON,
+    SOME_TEXT,
     Language,
     TooComplex,
     chars,
@@ -35,21 +35,21 @@ from openengine.core.guides.language import (
     intersect,
     is_empty,
     literal,
-    repeat,
     union,
 )
+from openengine.core.guides.longest_match import Ambiguous
 from openengine.core.guides.number_ends import NUMBER_GOES_ON, number_edges, number_language, read_twice
 from openengine.core.guides.regex import full_match
 from openengine.core.guides.rule_nodes import Choice, Loop, Node, Ready, Reference, Sequence, rebuilt
 from openengine.core.guides.schema_grammar import add_schema
 from openengine.core.guides.schema_source import parse_json
+from openengine.core.guides.tag_fields import check_keys, flag_of, list_of, located, text_of, texts_of, wrong
 from openengine.core.guides.work import Work
 from openengine.errors import InvalidArgument
 
 __all__ = ["add_structural_tag"]
 
 _MAX_DEPTH = 60
-_SOME_TEXT = repeat(ANY_CHAR, 1, None)
 _STARTS = {"null": "n", "boolean": "tf", "string": '"', "array": "[", "object": "{"}
 _PART_BYTES = 1 << 22
 
@@ -58,16 +58,16 @@ def add_structural_tag(grammar: Grammar, text: str, work: Work) -> str:
     """Add the rules of a structural tag; returns its symbol. Raises InvalidArgument with a JSON pointer."""
     content = parse_json(text, "the structural tag")
     if not isinstance(content, dict) or content.get("type") != "structural_tag":
-        raise _wrong("", 'must be an object with "type": "structural_tag"')
+        raise wrong("", 'must be an object with "type": "structural_tag"')
     builder = _Builder(grammar, work)
     if "format" in content:
-        _check_keys(content, "", {"type", "format"})
+        check_keys(content, "", {"type", "format"})
         node = builder.node(content["format"], "/format")
     else:
-        _check_keys(content, "", {"type", "structures", "triggers"})
-        structures = _list(content, "structures", "")
+        check_keys(content, "", {"type", "structures", "triggers"})
+        structures = list_of(content, "structures", "")
         tags = [builder.structure(each, f"/structures/{index}") for index, each in enumerate(structures)]
-        node = builder.triggered(tags, _texts(content, "triggers", ""), "")
+        node = builder.triggered(tags, texts_of(content, "triggers", ""), "")
     builder.rules["root"] = node
     try:
         return add_rules(grammar, builder.final_rules(), "root", work)
@@ -109,22 +109,22 @@ class _Builder:
             try:
                 add_rules(Grammar(max_bytes=_PART_BYTES), self.rules, root, self._work)
             except InvalidArgument as exc:
-                return _located(exc.message, pointer)
+                return located(exc.message, pointer)
             except (GrammarTooLarge, TooComplex):
-                return _located("the grammar is too complex; simplify it", pointer)
+                return located("the grammar is too complex; simplify it", pointer)
         for pointer, what, language in self._texts:
             try:
                 Grammar(max_bytes=_PART_BYTES).symbol(language)
             except GrammarTooLarge:
-                return _located(f"{what} is too complex: it asks for too much at once; simplify it", pointer)
+                return located(f"{what} is too complex: it asks for too much at once; simplify it", pointer)
         if not isinstance(cause, InvalidArgument):
-            return _located("its parts are too complex together; simplify it, or use fewer of them", "")
+            return located("its parts are too complex together; simplify it, or use fewer of them", "")
         for pointer, what in self._values:
-            if what in cause.message:
+            if isinstance(cause, Ambiguous) and cause.what == what:
                 return InvalidArgument(cause.message, details={"pointer": pointer})
         open_texts = [(pointer, what) for pointer, what, language in self._texts if not language.is_plain]
         if not open_texts:
-            return _located(cause.message, "")
+            return located(cause.message, "")
         named = ", or ".join(f"{what} at {pointer or '#'}" for pointer, what in open_texts[:3])
         return InvalidArgument(
             f"the structural tag cannot be kept exactly: {named} may go on where what follows it begins, so that its end is not "
@@ -142,22 +142,22 @@ class _Builder:
         kind = content.get("type") if isinstance(content, dict) else None
         known = _FORMATS.get(kind) if isinstance(kind, str) else None
         if known is None:
-            raise _wrong(pointer, f"must be an object whose type is one of {', '.join(_FORMATS)}, not {kind!r:.60}")
+            raise wrong(pointer, f"must be an object whose type is one of {', '.join(_FORMATS)}, not {kind!r:.60}")
         if pointer.count("/") > _MAX_DEPTH:
-            raise _wrong(pointer, f"is nested more than {_MAX_DEPTH} levels deep")
+            raise wrong(pointer, f"is nested more than {_MAX_DEPTH} levels deep")
         build, keys = known
-        _check_keys(content, pointer, {"type", *keys})
+        check_keys(content, pointer, {"type", *keys})
         return build
 
     def structure(self, content: Any, pointer: str) -> _Tag:
         """A tag of the older form."""
         if not isinstance(content, dict):
-            raise _wrong(pointer, "must be an object with begin, schema and end")
-        _check_keys(content, pointer, {"begin", "schema", "end"})
+            raise wrong(pointer, "must be an object with begin, schema and end")
+        check_keys(content, pointer, {"begin", "schema", "end"})
         schema = content.get("schema")
         if isinstance(schema, str):
             schema = parse_json(schema, f"the schema of the structural tag at {pointer}/schema")
-        begin, end = _text(content, "begin", pointer), _text(content, "end", pointer)
+        begin, end = text_of(content, "begin", pointer), text_of(content, "end", pointer)
         inner = self._schema(schema, f"{pointer}/schema")
         return _Tag(begin, self._ended(inner, [end], f"{pointer}/schema", f"{pointer}/end"), pointer)
 
@@ -174,13 +174,13 @@ class _Builder:
     ) -> Node:
         """Free text with tags. ends: the texts that end it, where there are any; they are part of it then."""
         stops = [*triggers, *excludes]
-        unfinished = complement(concat(_within(union(*map(literal, [*stops, *ends]))), _SOME_TEXT))
+        unfinished = complement(concat(_within(union(*map(literal, [*stops, *ends]))), SOME_TEXT))
         leads: dict[str, Language] = {}
         rests: dict[str, list[Node]] = {}
         for tag in tags:
             heads = [trigger for trigger in triggers if tag.begin.startswith(trigger)]
             if not heads:
-                raise _wrong(
+                raise wrong(
                     f"{tag.pointer}/begin",
                     f"is {tag.begin!r:.60}, which begins with none of the triggers at {pointer}/triggers",
                 )
@@ -188,7 +188,7 @@ class _Builder:
             if head not in leads:
                 leads[head] = intersect(concat(ANY_TEXT, literal(head)), unfinished)
                 if any(stop in head[:-1] for stop in (*stops, *ends)):
-                    raise _wrong(
+                    raise wrong(
                         f"{tag.pointer}/begin",
                         f"can never occur: its trigger {head!r:.60} holds another trigger, an exclude, or the end of the "
                         "text around it; use a trigger that does not",
@@ -208,14 +208,14 @@ class _Builder:
     # ---- one format each
 
     def _const_string(self, content: dict[str, Any], pointer: str) -> Node:
-        return literal(_text(content, "value", pointer))
+        return literal(text_of(content, "value", pointer))
 
     def _json_schema(self, content: dict[str, Any], pointer: str) -> Node:
         return self._schema(content.get("json_schema"), f"{pointer}/json_schema")
 
     def _schema(self, content: Any, pointer: str) -> Ready:
         if not isinstance(content, dict | bool):
-            raise _wrong(pointer, "must be a JSON schema")
+            raise wrong(pointer, "must be a JSON schema")
         try:
             rules = add_schema(self._grammar, content, self._work)
         except InvalidArgument as exc:
@@ -223,18 +223,19 @@ class _Builder:
             details = dict(exc.details) | {"pointer": pointer + (exc.details or {}).get("pointer", "")}
             raise InvalidArgument(f"{exc.message} (in the structural tag at {pointer})", details=details) from None
         except (GrammarTooLarge, TooComplex):
-            raise _located("the JSON schema is too complex; simplify it", pointer) from None
-        first = chars((ord(char),) * 2 for kind in rules.kinds & _STARTS.keys() for char in _STARTS[kind])
+            raise located("the JSON schema is too complex; simplify it", pointer) from None
+        kinds = {shape.kind for shape in rules.shapes}
+        first = chars((ord(char),) * 2 for kind in kinds & _STARTS.keys() for char in _STARTS[kind])
         more, texts = EMPTY, None
-        has_numbers = "number" in rules.kinds
+        has_numbers = "number" in kinds
         if has_numbers:
             self._num_numbers += 1
-            texts = number_language(content, self._work)
+            texts = number_language(rules.shapes)
             head, more = number_edges(texts, self._work)
             first = union(first, head)
         what = f"the JSON value at {pointer} of the structural tag"
         self._values.append((pointer, what))
-        texts = texts if rules.kinds == {"number"} else None
+        texts = texts if kinds == {"number"} else None
         return _Value(rules.symbol, first, more, what, has_numbers=has_numbers, texts=texts)
 
     def _ended(self, inner: Node, ends: Texts[str], content_at: str, end_at: str) -> Node:
@@ -261,24 +262,24 @@ class _Builder:
         )
 
     def _regex(self, content: dict[str, Any], pointer: str) -> Node:
-        pointer, pattern = f"{pointer}/pattern", _text(content, "pattern", pointer)
+        pointer, pattern = f"{pointer}/pattern", text_of(content, "pattern", pointer)
         try:
             language = full_match(pattern, self._work)
             if is_empty(language, self._work):
-                raise _located("the regular expression matches no text", pointer)
+                raise located("the regular expression matches no text", pointer)
         except InvalidArgument as exc:
-            raise exc if exc.details else _located(exc.message, pointer) from None
+            raise exc if exc.details else located(exc.message, pointer) from None
         except TooComplex:
-            raise _located("the regular expression is too complex; simplify it", pointer) from None
+            raise located("the regular expression is too complex; simplify it", pointer) from None
         self._texts.append((pointer, "the regular expression", language))
         return language
 
     def _grammar_rules(self, content: dict[str, Any], pointer: str) -> Node:
-        pointer, text = f"{pointer}/grammar", _text(content, "grammar", pointer)
+        pointer, text = f"{pointer}/grammar", text_of(content, "grammar", pointer)
         try:
             rules = parse_gbnf(text)
         except InvalidArgument as exc:
-            raise _located(exc.message, pointer) from None
+            raise located(exc.message, pointer) from None
         prefix = f"{pointer}:"
         for name, node in rules.items():
             self.rules[prefix + name] = _renamed(node, prefix)
@@ -291,18 +292,18 @@ class _Builder:
 
     def _tag_parts(self, content: Any, pointer: str) -> _Tag:
         if not isinstance(content, dict) or content.get("type", "tag") != "tag":
-            raise _wrong(pointer, "must be a tag: an object with begin, content and end")
-        _check_keys(content, pointer, {"type", "begin", "content", "end"})
-        begin = _text(content, "begin", pointer)
+            raise wrong(pointer, "must be a tag: an object with begin, content and end")
+        check_keys(content, pointer, {"type", "begin", "content", "end"})
+        begin = text_of(content, "begin", pointer)
         is_one = isinstance(content.get("end"), str)
-        ends = [_text(content, "end", pointer)] if is_one else _texts(content, "end", pointer)
+        ends = [text_of(content, "end", pointer)] if is_one else texts_of(content, "end", pointer)
         inner, inner_at = content.get("content"), f"{pointer}/content"
         if all(ends) and _is_free_text(inner):
             return _Tag(begin, self.node(inner, inner_at, ends=ends), pointer)
         return _Tag(begin, self._ended(self.node(inner, inner_at), ends, inner_at, f"{pointer}/end"), pointer)
 
     def _sequence(self, content: dict[str, Any], pointer: str) -> Node:
-        elements = _list(content, "elements", pointer)
+        elements = list_of(content, "elements", pointer)
         nodes: list[Node] = []
         is_begun = False  # whether the free text before it holds the beginning of an element
         for index, (element, following) in enumerate(itertools.pairwise([*elements, None])):
@@ -330,7 +331,7 @@ class _Builder:
                 if each.startswith(stop[cut:])
             ]
             ended.append(intersect(concat(text, literal(each)), *map(complement, across)))
-        found = intersect(union(*ended), complement(concat(_within(end), _SOME_TEXT)))
+        found = intersect(union(*ended), complement(concat(_within(end), SOME_TEXT)))
         self._texts.append((pointer, "the free text", found))
         return found
 
@@ -343,11 +344,11 @@ class _Builder:
         return Choice(tuple(self._elements(content, pointer)))
 
     def _elements(self, content: dict[str, Any], pointer: str) -> list[Node]:
-        elements = _list(content, "elements", pointer)
+        elements = list_of(content, "elements", pointer)
         return [self.node(each, f"{pointer}/elements/{index}") for index, each in enumerate(elements)]
 
     def _any_text(self, content: dict[str, Any], pointer: str, *, ends: Texts[str] = ()) -> Node:
-        excluded = _texts(content, "excludes", pointer, optional=True)
+        excluded = texts_of(content, "excludes", pointer, optional=True)
         if ends:
             return self._until(ends, excluded, pointer)
         text = complement(_within(union(*map(literal, excluded)))) if excluded else ANY_TEXT
@@ -357,25 +358,25 @@ class _Builder:
     def _triggered_tags(self, content: dict[str, Any], pointer: str, *, ends: Texts[str] = ()) -> Node:
         tags = [
             self._tag_parts(each, f"{pointer}/tags/{index}")
-            for index, each in enumerate(_list(content, "tags", pointer))
+            for index, each in enumerate(list_of(content, "tags", pointer))
         ]
         return self.triggered(
             tags,
-            _texts(content, "triggers", pointer),
+            texts_of(content, "triggers", pointer),
             pointer,
-            excludes=_texts(content, "excludes", pointer, optional=True),
-            at_least_one=_flag(content, "at_least_one", pointer),
-            stop_after_first=_flag(content, "stop_after_first", pointer),
+            excludes=texts_of(content, "excludes", pointer, optional=True),
+            at_least_one=flag_of(content, "at_least_one", pointer),
+            stop_after_first=flag_of(content, "stop_after_first", pointer),
             ends=ends,
         )
 
     def _tags_with_separator(self, content: dict[str, Any], pointer: str) -> Node:
         tags = [
-            self._tag(each, f"{pointer}/tags/{index}") for index, each in enumerate(_list(content, "tags", pointer))
+            self._tag(each, f"{pointer}/tags/{index}") for index, each in enumerate(list_of(content, "tags", pointer))
         ]
-        tag, separator = Choice(tuple(tags)), literal(_text(content, "separator", pointer))
-        more = EPSILON if _flag(content, "stop_after_first", pointer) else Loop(Sequence((separator, tag)), 0, None)
-        return Loop(Sequence((tag, more)), int(_flag(content, "at_least_one", pointer)), 1)
+        tag, separator = Choice(tuple(tags)), literal(text_of(content, "separator", pointer))
+        more = EPSILON if flag_of(content, "stop_after_first", pointer) else Loop(Sequence((separator, tag)), 0, None)
+        return Loop(Sequence((tag, more)), int(flag_of(content, "at_least_one", pointer)), 1)
 
 
 _FORMATS: dict[str, tuple[Callable[..., Node], tuple[str, ...]]] = {
@@ -424,57 +425,4 @@ def _within(inner: Language) -> Language:
 
 
 def _renamed(node: Node, prefix: str) -> Node:
-    if isinstance(node, Reference):
-        return Reference(prefix + node.name)
-    if isinstance(node, Sequence | Choice):
-        return type(node)(tuple(_renamed(part, prefix) for part in node.parts))
-    return Loop(_renamed(node.inner, prefix), node.low, node.high) if isinstance(node, Loop) else node
-
-
-def _wrong(pointer: str, problem: str) -> InvalidArgument:
-    return InvalidArgument(
-        f"the structural tag is malformed at {pointer or '#'}: it {problem}", details={"pointer": pointer}
-    )
-
-
-def _located(problem: str, pointer: str) -> InvalidArgument:
-    return InvalidArgument(f"{problem} (in the structural tag at {pointer or '#'})", details={"pointer": pointer})
-
-
-def _check_keys(content: dict[str, Any], pointer: str, known: set[str]) -> None:
-    unknown = sorted(content.keys() - known)
-    if unknown:
-        raise _wrong(pointer, f"has {', '.join(unknown):.100}, but only {', '.join(sorted(known))} are known there")
-
-
-def _text(content: dict[str, Any], key: str, pointer: str) -> str:
-    if not isinstance(content.get(key), str):
-        raise _wrong(f"{pointer}/{key}", "must be a string")
-    return content[key]
-
-
-def _list(content: dict[str, Any], key: str, pointer: str) -> list[Any]:
-    value = content.get(key)
-    if not isinstance(value, list) or not value:
-        raise _wrong(f"{pointer}/{key}", "must be a list that is not empty")
-    return value
-
-
-def _texts(content: dict[str, Any], key: str, pointer: str, *, optional: bool = False) -> list[str]:
-    if optional and key not in content:
-        return []
-    value = content.get(key)
-    if (
-        not isinstance(value, list)
-        or not all(isinstance(each, str) and each for each in value)
-        or not (value or optional)
-    ):
-        raise _wrong(f"{pointer}/{key}", "must be a list of texts, none of them empty")
-    return value
-
-
-def _flag(content: dict[str, Any], key: str, pointer: str) -> bool:
-    value = content.get(key, False)
-    if not isinstance(value, bool):
-        raise _wrong(f"{pointer}/{key}", "must be true or false")
-    return value
+    return rebuilt(node, lambda leaf: Reference(prefix + leaf.name) if isinstance(leaf, Reference) else leaf)

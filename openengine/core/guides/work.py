@@ -33,10 +33,6 @@ class Work:
         self._turn_began = clock()
         self._ticks = 0
 
-    @property
-    def remaining_s(self) -> float:
-        return self._deadline - self._clock()
-
     def tick(self, weight: int = 1) -> None:
         """Note a small step, or `weight` of them. Raises CompileTimeout when the time is up."""
         self._ticks += weight

@@ -22,10 +22,10 @@ from openengine.errors import Overloaded, PreconditionFailed
 __all__ = ["Workers"]
 
 _STACK_BYTES = 64 << 20  # the backend follows a grammar's references by recursion
-_MAX_GIVEN_UP = 8
-_SLOW_S = 0.5
-_MAX_SUBSTITUTES = 6
-_MAX_EXIT_S = 3.0
+_MAX_GIVEN_UP = 8  # each keeps a core busy and its memory until it returns
+_SLOW_S = 0.5  # most guides take some milliseconds; one that takes so long may take all of its time
+_MAX_SUBSTITUTES = 6  # eight threads in all beside two workers: more would only share the same cores
+_MAX_EXIT_S = 3.0  # most calls return sooner, and nobody waits long for a process to end
 _stack_size_lock = threading.Lock()  # the size is the process's, so whoever changes it for a moment takes turns
 
 
@@ -80,7 +80,7 @@ class Workers:
     @contextmanager
     def time_limit(self, seconds: float, error: Exception) -> Iterator[None]:
         """Within a job: give it up with `error` unless the block ends in time."""
-        job = self._running.get(threading.current_thread())
+        job = self._running[threading.current_thread()]
         timer = threading.Timer(seconds, self._give_up, (job, error))
         timer.daemon = True
         timer.start()
