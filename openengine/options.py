@@ -323,7 +323,7 @@ def _schema_guide(schema: Any) -> GuidedDecoding:
         return GuidedDecoding(json_schema=schema)
     output_type = None
     if isinstance(schema, type) and hasattr(schema, "model_json_schema"):
-        output_type, schema = schema, schema.model_json_schema()
+        output_type, schema = schema, _schema_of(schema)
     if not isinstance(schema, (Mapping, bool)):
         hint = ""
         if isinstance(schema, type) or get_origin(schema) is not None:
@@ -334,6 +334,15 @@ def _schema_guide(schema: Any) -> GuidedDecoding:
             f"json_schema must be a dict, JSON text or a class with model_json_schema, not {schema!r:.80}{hint}"
         )
     return GuidedDecoding(json_schema=_json_text("json_schema", schema), output_type=output_type)
+
+
+def _schema_of(output_type: Any) -> Any:
+    try:
+        return output_type.model_json_schema()
+    except Exception as exc:  # it is the caller's code, and may fail in any way
+        raise InvalidArgument(
+            f"json_schema: {output_type.__name__}.model_json_schema() fails: {type(exc).__name__}: {exc}"
+        ) from exc
 
 
 def _json_text(name: str, value: Any) -> str:

@@ -107,6 +107,10 @@ def check_guide(guide: object) -> None:
         if value is not None and not isinstance(value, kind):
             hint = f"; use json.dumps, or the keyword {name}=" if isinstance(value, Mapping) else ""
             raise InvalidArgument(f"guided.{name} must be a {kind.__name__}, not {value!r:.80}{hint}")
+    if guide.output_type is not None and not hasattr(guide.output_type, "model_validate_json"):
+        raise InvalidArgument(
+            f"guided.output_type must be a class with model_validate_json, as pydantic's have it, not {guide.output_type!r:.80}"
+        )
     if guide.choice is not None:
         check_items("guided.choice.choices", guide.choice.choices, str)
 

@@ -318,6 +318,7 @@ def test_what_is_no_guide_is_refused_with_the_keywords(engine):
         GuidedDecoding(json_object=True),
         GuidedDecoding(regex=5),
         GuidedDecoding(json_schema={"type": "object"}),
+        GuidedDecoding(json_schema="{}", output_type=[]),
     ],
 )
 def test_fields_of_a_guide_that_have_other_types_are_refused_by_name(engine, guide):
@@ -326,9 +327,24 @@ def test_fields_of_a_guide_that_have_other_types_are_refused_by_name(engine, gui
         lambda: engine.generate(ids("x"), guided=guide),
         lambda: engine.generate(GenerateRequest(token_ids=ids("x"), guided=guide)),
     ):
-        with pytest.raises(InvalidArgument, match=r"guided\.(choice|json_object|regex|json_schema)"):
+        with pytest.raises(InvalidArgument, match=r"guided\.(choice|json_object|regex|json_schema|output_type)"):
             call()
     assert engine.compile_guide(GuidedDecoding(choice=ChoiceConstraint(choices=["a", "b"]))).accepts("b")
+
+
+def test_a_class_whose_schema_fails_is_named_with_its_reason(engine):
+    class Broken:
+        @classmethod
+        def model_json_schema(cls):
+            raise RuntimeError("no schema for it")
+
+    class Unbound:
+        def model_json_schema(self):
+            return {}
+
+    for wrong, why in ((Broken, "RuntimeError: no schema for it"), (Unbound, "TypeError")):
+        with pytest.raises(InvalidArgument, match=rf"{wrong.__name__}\.model_json_schema\(\) fails: {why}"):
+            engine.compile_guide(json_schema=wrong)
 
 
 def test_a_guide_is_shown_in_short(engine):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +19,7 @@ def test_work_lets_others_run_and_ends_in_time(monkeypatch):
     work = Work(1, lambda: now[0])
     work.take_turns()
     assert pauses == []
-    for now[0] in (0.01, 0.0105, 0.02):  # the second soon after a pause
+    for now[0] in (0.01, 0.0102, 0.02):  # the second soon after a pause
         work.take_turns()
     assert len(pauses) == 2
     now[0] = 1.5
@@ -33,3 +36,28 @@ def test_the_time_of_a_guide_is_made_up_for_by_quick_tokens():
     twin = spent.copy()
     assert [twin.next_token(0.06) for _ in range(6)] == [False] * 5 + [True]
     assert "took 0.30 s" in twin.error and spent.error is None
+
+
+def test_of_several_compilations_one_runs_at_a_time_and_all_get_on():
+    running, seen, ticks = [], [], Counter()
+
+    def compile_something(name):
+        with Work(30.0) as work:
+            while ticks[name] < 3000:
+                running.append(name)
+                seen.append(len(running))
+                running.remove(name)
+                ticks[name] += 1
+                work.tick(32)
+
+    began = time.monotonic()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(compile_something, range(4)))
+    assert max(seen) == 1 and set(ticks.values()) == {3000} and time.monotonic() - began < 20
+
+
+def test_who_gets_no_turn_in_time_is_out_of_time_and_leaves_the_turn_to_others():
+    with Work(30.0), ThreadPoolExecutor(1) as pool, pytest.raises(CompileTimeout):
+        pool.submit(lambda: Work(0.05).__enter__()).result(10)
+    with Work(30.0) as work:
+        work.take_turns()

@@ -108,6 +108,22 @@ def test_slow_jobs_get_six_substitutes_at_most(monkeypatch):
     workers.close()
 
 
+def test_small_jobs_go_first_and_one_that_waits_too_long_is_refused(monkeypatch):
+    monkeypatch.setattr("openengine.core.guides.workers._SLOW_S", 0.05)
+    monkeypatch.setattr("openengine.core.guides.workers._MAX_SUBSTITUTES", 0)
+    workers, release, order = Workers(1, name="test-order", max_wait_s=0.5), threading.Event(), []
+    first = workers.submit(release.wait, 30)
+    late = workers.submit(order.append, "late", size=100)
+    with pytest.raises(Overloaded, match=r"waited 0\.5 s for others"):
+        late.result(10)
+    sizes = (30, 20, 10, 20)
+    jobs = [workers.submit(order.append, number, size=size) for number, size in enumerate(sizes)]
+    release.set()
+    assert first.result(10) and [job.result(10) for job in jobs] == [None] * 4
+    assert order == [2, 1, 3, 0]
+    workers.close()
+
+
 def test_the_process_ends_while_a_call_goes_on():
     script = (
         "import time\nfrom openengine.core.guides import workers\nworkers._MAX_EXIT_S = 0.3\n"

@@ -110,7 +110,7 @@ class GuideCompiler:
         self._pid = os.getpid()
         self._lock = threading.RLock()  # cancelling a compilation calls back
         self._futures: OrderedDict[GuidedDecoding, _Shared] = OrderedDict()
-        self._workers = Workers(_NUM_WORKERS, name="openengine-guide")
+        self._workers = Workers(_NUM_WORKERS, name="openengine-guide", max_wait_s=timeout_s)
         self._backend_lock = threading.Lock()
         self._backend: Backend | None = None
         self._fills_one_by_one = False
@@ -121,7 +121,7 @@ class GuideCompiler:
 
         Raises: InvalidArgument when the guide is malformed on its face, or compiled by another engine; UnsupportedFeature
         when llguidance is missing; PreconditionFailed when the compiler is closed; Overloaded while too many guides that
-        took too long still go on.
+        took too long still go on, and by the future after waiting for its turn as long as compiling may take.
         """
         self._check_process()
         if isinstance(guide, CompiledGuide):
@@ -138,7 +138,9 @@ class GuideCompiler:
             shared = self._futures.get(guide)
             is_new = shared is None
             if is_new:
-                shared = self._futures[guide] = _Shared(self._workers.submit(self._compile, guide, kind, num_bytes))
+                shared = self._futures[guide] = _Shared(
+                    self._workers.submit(self._compile, guide, kind, num_bytes, size=num_bytes)
+                )
                 while len(self._futures) > _MAX_CACHED:
                     self._futures.popitem(last=False)
             self._futures.move_to_end(guide)
@@ -216,7 +218,8 @@ class GuideCompiler:
         with self._workers.time_limit(self.timeout_s, too_long):
             try:
                 grammar = Grammar(max_bytes=_LEAST_GRAMMAR_BYTES + _BYTES_PER_SOURCE_BYTE * num_bytes)
-                text = grammar.text(add_guide(grammar, guide, kind, Work(self.timeout_s)))
+                with Work(self.timeout_s) as work:
+                    text = grammar.text(add_guide(grammar, guide, kind, work))
                 return CompiledGuide(guide, self, backend, text)
             except CompileTimeout:
                 raise too_long from None

@@ -5,13 +5,14 @@ Owns the clocks of both; does not own what happens when a time is up. Whatever t
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
 __all__ = ["CompileTimeout", "StepTime", "Work"]
 
 _TICKS_PER_LOOK = 32
-_LONGEST_TURN_S = 0.001  # an engine step waits no longer than this for the interpreter
+_LONGEST_TURN_S = 0.0005  # so long an engine step waits for the interpreter, some ten times
 _PAUSE_S = 0.00005  # enough for a waiting thread to take over
 
 # Every request of a batch waits for the slowest guide. One with 900 optional members over 262,144 tokens takes 2 ms a
@@ -20,18 +21,36 @@ _STEP_S = 0.010
 _EXCESS_S = 0.250
 
 
+# Held by the one compilation that runs Python: a step would have to wait for each that wants the interpreter.
+_turn = threading.Lock()
+
+
 class CompileTimeout(Exception):
     """The guide's time is up."""
 
 
 class Work:
-    """Counts steps of one compilation. Owned by the thread that compiles."""
+    """Counts steps of one compilation. Owned by the thread that compiles.
+
+    Within a `with` it takes turns with the other compilations too, which is for workers alone: an interrupt, which reaches
+    the main thread, might come between the two steps of entering and leave the turn taken.
+    """
 
     def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._deadline = clock() + timeout_s
         self._turn_began = clock()
         self._ticks = 0
+        self._shares_turns = self._has_turn = False
+
+    def __enter__(self) -> Work:
+        self._shares_turns = True
+        self._take_turn()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._end_turn()
+        self._shares_turns = False
 
     def tick(self, weight: int = 1) -> None:
         """Note a small step, or `weight` of them. Raises CompileTimeout when the time is up."""
@@ -46,8 +65,21 @@ class Work:
         if now > self._deadline:
             raise CompileTimeout
         if now - self._turn_began > _LONGEST_TURN_S:
+            self._end_turn()
             time.sleep(_PAUSE_S)
-            self._turn_began = self._clock()
+            self._take_turn()
+
+    def _take_turn(self) -> None:
+        if self._shares_turns:
+            self._has_turn = _turn.acquire(timeout=max(0.0, self._deadline - self._clock()))
+            if not self._has_turn:
+                raise CompileTimeout
+        self._turn_began = self._clock()
+
+    def _end_turn(self) -> None:
+        if self._has_turn:
+            self._has_turn = False
+            _turn.release()
 
 
 class StepTime:

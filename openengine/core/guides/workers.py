@@ -1,17 +1,19 @@
 """`Workers`: the threads that compile guides, none of which anything waits for without end.
 
-Compiling ends in calls of the backend that cannot be interrupted. So a job that exceeds its time is given up: whoever waits
-for it hears so at once, another thread takes the place of its own, and that one ends when its call returns. A job that is
-slow, though within its time, gets a substitute for its thread while others wait, which ends once there is nothing to do. The
-threads are daemons: the process ends without them, after giving those in a call a moment to return.
+Compiling ends in calls of the backend that cannot be interrupted. So a job that exceeds its time is given up: whoever
+waits for it hears so at once, another thread takes the place of its own, and that one ends when its call returns. A job
+that is slow, though within its time, gets a substitute for its thread while others wait, which ends once there is nothing
+to do. Small jobs go first, and one that waits too long is refused. The threads are daemons: the process ends without
+them, after giving those in a call a moment to return.
 """
 
 from __future__ import annotations
 
 import atexit
+import heapq
+import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -30,11 +32,12 @@ _stack_size_lock = threading.Lock()  # the size is the process's, so whoever cha
 
 
 class _Job:
-    """A call and its outcome; `is_over` once the outcome is settled. `began` is when it was started."""
+    """A call and its outcome; `is_over` once the outcome is settled. Times are when it came and when it was started."""
 
-    __slots__ = ("args", "began", "function", "future", "is_over")
+    __slots__ = ("args", "began", "came", "function", "future", "is_over")
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self.came = time.monotonic()
         self.function = function
         self.args = args
         self.future: Future[Any] = Future()
@@ -43,16 +46,18 @@ class _Job:
 
 
 class Workers:
-    """At most `count` threads that run jobs in order, beside those whose jobs are slow or were given up.
+    """At most `count` threads that run jobs, small ones first, beside those whose jobs are slow or were given up.
 
-    Safe to use from many threads.
+    A job that waits longer than `max_wait_s` is refused. Safe to use from many threads.
     """
 
-    def __init__(self, count: int, *, name: str) -> None:
+    def __init__(self, count: int, *, name: str, max_wait_s: float = math.inf) -> None:
         self._count = count
+        self._max_wait_s = max_wait_s
         self._name = name
         self._changed = threading.Condition()
-        self._pending: deque[_Job] = deque()
+        self._pending: list[tuple[int, int, _Job]] = []  # a heap: size, number, job
+        self._num_jobs = 0
         self._running: dict[threading.Thread, _Job] = {}
         self._num_threads = 0
         self._num_idle = 0
@@ -61,8 +66,8 @@ class Workers:
         self._is_closed = False
         atexit.register(_await_return, self._running)
 
-    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Run `function(*args)` in a worker.
+    def submit(self, function: Callable[..., Any], *args: Any, size: int = 0) -> Future[Any]:
+        """Run `function(*args)` in a worker, after smaller jobs and those of its `size` that came before.
 
         Raises: PreconditionFailed when closed; Overloaded while too many calls that were given up still go on.
         """
@@ -72,7 +77,8 @@ class Workers:
                 raise _closed()
             if self._num_given_up >= _MAX_GIVEN_UP:
                 raise _overloaded()
-            self._pending.append(job)
+            self._num_jobs += 1
+            heapq.heappush(self._pending, (size, self._num_jobs, job))
             self._start_thread()
             self._changed.notify()
         return job.future
@@ -93,8 +99,7 @@ class Workers:
         """Give up all jobs with PreconditionFailed; idle threads end, busy ones when their calls return. Idempotent."""
         with self._changed:
             self._is_closed = True
-            pending, running = list(self._pending), list(self._running.values())
-            self._pending.clear()
+            pending, running = self._take_pending(), list(self._running.values())
             self._changed.notify_all()
             if self._timer is not None:
                 self._timer.cancel()
@@ -123,7 +128,7 @@ class Workers:
         return self._count + min(num_slow, _MAX_SUBSTITUTES)
 
     def _look_later(self) -> None:
-        """See whether there is a substitute to start when the next job turns slow."""
+        """See whether there is a substitute to start when the next job turns slow, and who has waited too long."""
         if self._timer is not None or self._is_closed:
             return
         now = time.monotonic()
@@ -133,10 +138,21 @@ class Workers:
         self._timer.start()
 
     def _look(self) -> None:
+        since = time.monotonic() - self._max_wait_s
         with self._changed:
             self._timer = None
+            late = [job for *_, job in self._pending if job.came < since]
+            if late:
+                self._pending = [entry for entry in self._pending if entry[-1] not in late]
+                heapq.heapify(self._pending)
             if not self._is_closed:
                 self._start_thread()
+        for job in late:
+            _fail(job, _crowded(self._max_wait_s))
+
+    def _take_pending(self) -> list[_Job]:
+        pending, self._pending = self._pending, []
+        return [job for *_, job in pending]
 
     def _work(self) -> None:
         thread = threading.current_thread()
@@ -168,7 +184,7 @@ class Workers:
                 if not self._pending:
                     self._num_threads -= 1
                     return None
-                job = self._pending.popleft()
+                job = heapq.heappop(self._pending)[-1]
                 if job.future.set_running_or_notify_cancel():
                     job.began = time.monotonic()
                     self._running[thread] = job
@@ -184,8 +200,7 @@ class Workers:
             self._num_threads -= 1
             self._num_given_up += 1
             if self._num_given_up >= _MAX_GIVEN_UP:
-                waiting = list(self._pending)
-                self._pending.clear()
+                waiting = self._take_pending()
             else:
                 self._start_thread()
         job.future.set_exception(error)
@@ -207,6 +222,10 @@ def _fail(job: _Job, error: Exception) -> None:
 
 def _closed() -> PreconditionFailed:
     return PreconditionFailed("the engine is closed; create a new Engine")
+
+
+def _crowded(seconds: float) -> Overloaded:
+    return Overloaded(f"the guide waited {seconds:g} s for others that take long to compile; try again later")
 
 
 def _overloaded() -> Overloaded:
