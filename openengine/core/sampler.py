@@ -108,6 +108,7 @@ _SLOT = np.dtype(
         ("draw", np.int8),
         ("penalized", np.bool_),
         ("scored", np.bool_),
+        ("plain", np.bool_),  # only the best token is asked for
     ],
     align=True,
 )
@@ -147,7 +148,10 @@ class Sampler:
             self._draw_kind(params),
             (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1, 0, 0),
             params.return_logprobs,
+            False,
         )
+        state = self._slots[slot]
+        state["plain"] = state["draw"] == _GREEDY and not (state["penalized"] or state["scored"] or params.min_tokens)
         self._params[slot] = params
         self._set_stop_ids(slot, params.stop_token_ids)
         self._counts.clear(slot)
@@ -179,6 +183,11 @@ class Sampler:
         state = self._slots[slots]
         if len(rows) != len(logits) or (rows != np.arange(len(rows))).any():
             logits = logits.index_select(0, self._tensor(rows))
+        if mask is None and state["plain"].all():
+            # Of few rows the many small steps below would take longer than a layer of the model.
+            token_ids, failed, _ = _on_host((*self.kernels.argmax(logits), None))
+            self._slots["num_output"][slots] += ~failed
+            return SampledBatch(token_ids, failed, None)
         token_ids, failed = self._draw(self._process(logits, slots, state, mask), state)
         scores = self._score(logits, slots, token_ids, state["scored"] & ~failed)
         self._advance(slots[~failed], token_ids[~failed])
