@@ -342,6 +342,25 @@ def test_more_optional_members_than_can_be_followed_are_refused_before_the_backe
         compiled(compiler, objects_of(3000))
 
 
+@pytest.mark.parametrize(
+    ("listed", "other"),
+    [(list(range(0, 7500, 3)), 4), ([(2 * number + 1) / 16 for number in range(-2000, 2000)], 0.25)],
+    ids=["whole", "fractions"],
+)
+def test_a_long_list_of_numbers_can_be_followed(compiler, listed, other):
+    guide = compiled(compiler, {"type": "array", "items": {"enum": [*listed, None, True]}})
+    assert guide.accepts(json.dumps([*listed[::500], None, True])) and not guide.accepts(json.dumps([other]))
+    assert set(json.loads(random_output(compiler, guide, random.Random(0)))) <= {*listed, None, True}
+
+
+def test_more_listed_arrays_than_can_be_followed_are_refused(compiler):
+    guide = compiled(compiler, {"properties": {"a": {"enum": [[number] for number in range(1500)]}}})
+    assert guide.accepts('{"a": [1499]}') and not guide.accepts('{"a": [1500]}')
+    with pytest.raises(InvalidArgument, match="2500 arrays are listed, the limit is 1500") as caught:
+        compiled(compiler, {"properties": {"a": {"enum": [[number] for number in range(2500)], "type": "array"}}})
+    assert caught.value.details == {"pointer": "/properties/a/enum", "keyword": "enum"}
+
+
 # ---- public test data, where it is at hand ---------------------------------------------------------
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "jsonschema"

@@ -50,6 +50,7 @@ __all__ = ["SchemaRules", "add_schema"]
 _MAX_GOALS = 20_000  # each becomes a rule, of some hundred bytes
 _TICKS_PER_RULE = 32  # writing one takes that much longer than a small step
 _MAX_NESTED = 200  # each optional item is a rule within that of the one before
+_MAX_LISTED = 1500  # each is one of the 2000 items that the backend follows at one place of a text
 _NOTES = ("$comment", "$defs", "$id", "$schema", "default", "definitions", "description", "examples", "title")
 
 
@@ -193,7 +194,15 @@ class _Writer:
         shapes = [shape for shape in self._solver.shapes(goal) if self.productive.shape_is(shape)]
         alternatives = self._scalars(shapes)
         for shape in shapes:
-            if isinstance(shape, ArrayShape):
+            if isinstance(shape, Values) and shape.kind in ("array", "object"):
+                if len(shape.values) > _MAX_LISTED:
+                    raise unsupported(
+                        *_where(goal, "enum"),
+                        f"{len(shape.values)} {shape.kind}s are listed, the limit is {_MAX_LISTED}; list fewer, or describe "
+                        "them by a schema of their parts",
+                    )
+                alternatives.extend(self._value(value.content) for value in shape.values)
+            elif isinstance(shape, ArrayShape):
                 alternatives.append(self._write_array(shape, goal))
             elif isinstance(shape, ObjectShape):
                 alternatives.append(self._members.write(shape))
@@ -209,28 +218,26 @@ class _Writer:
     # ---- scalars and listed values
 
     def _scalars(self, shapes: Iterable[Shape]) -> list[str]:
-        texts: list[Language] = []
         alternatives: list[str] = []
+        numbers: list[Language] = []
         strings: list[Language] = []
+        listed: list[Language] = []
         for shape in shapes:
             if isinstance(shape, StringShape):
                 strings.append(shape.language)
             elif isinstance(shape, NumberShape):
                 try:
-                    texts.append(number_texts(shape.range))
+                    numbers.append(number_texts(shape.range))
                 except NotRegular:
                     alternatives.append(self._multiples(shape.range))
             elif isinstance(shape, Values) and shape.kind == "string":
                 strings.extend(literal(value.content) for value in shape.values)
-            elif isinstance(shape, Values) and shape.kind in ("array", "object"):
-                alternatives.extend(self._value(value.content) for value in shape.values)
-            elif isinstance(shape, Values):
-                texts.extend(_scalar_text(value.content) for value in shape.values)
-        if strings:
-            texts.append(json_string(union(*strings)))
-        # Each kind of value keeps its own terminal where it is a large set: the backend knows such sets again.
-        alternatives.extend(self._grammar.symbol(text) for text in texts if text != EMPTY)
-        return alternatives
+            elif isinstance(shape, Values) and shape.kind not in ("array", "object"):
+                listed.extend(_scalar_text(value.content) for value in shape.values)
+        # What is listed is one terminal, for each is one of those that the backend tells apart at one place of a text. Each
+        # kind of value keeps its own where it is a large set: the backend knows such sets again.
+        texts = [*numbers, json_string(union(*strings)) if strings else EMPTY, union(*listed)]
+        return alternatives + [self._grammar.symbol(text) for text in texts if text != EMPTY]
 
     def _multiples(self, wanted: NumberRange) -> str:
         try:
@@ -295,13 +302,15 @@ def _named(goal: Goal) -> Iterator[None]:
         raise unsupported(*_where(goal), TOO_COMPLEX) from None
 
 
-def _where(goal: Goal) -> tuple[str, str]:
-    """Pointer and keyword of the last schema of a goal, by and large what makes it what it is."""
-    schema = next((schema for schema, _ in reversed(goal) if isinstance(schema.content, dict)), None)
+def _where(goal: Goal, wanted: str = "") -> tuple[str, str]:
+    """Pointer and keyword of the last schema of a goal, by and large what makes it what it is; of one that has `wanted`
+    rather than of others."""
+    schemas = [schema for schema, _ in reversed(goal) if isinstance(schema.content, dict)]
+    schema = next((schema for schema in schemas if wanted in schema), schemas[0] if schemas else None)
     keywords = [key for key in schema.content if key not in _NOTES] if schema else []
     if not keywords:
         return "", "type"
-    keyword = next((key for key in keywords if key != "type"), keywords[0])
+    keyword = wanted if wanted in keywords else next((key for key in keywords if key != "type"), keywords[0])
     return schema.at(keyword), keyword
 
 
