@@ -361,6 +361,80 @@ def test_more_listed_arrays_than_can_be_followed_are_refused(compiler):
     assert caught.value.details == {"pointer": "/properties/a/enum", "keyword": "enum"}
 
 
+CONTAINS = {
+    "integers": {"contains": {"type": "integer"}},
+    "three_integers": {"contains": {"type": "integer"}, "minContains": 3},
+    "after_a_prefix": {"prefixItems": [{"type": "string"}, {}], "contains": {"minimum": 2}, "minContains": 2},
+    "two_of_them": {"allOf": [{"contains": {"type": "integer"}}, {"contains": {"minimum": 1}, "minContains": 2}]},
+    "of_a_number_of_items": {"contains": {"type": "string"}, "minContains": 2, "minItems": 3, "maxItems": 4},
+    "beside_a_highest": {"contains": {"type": "string"}, "allOf": [{"contains": {"type": "null"}, "maxContains": 1}]},
+    "objects": {"contains": {"required": ["a"], "type": "object", "properties": {"a": {"type": "integer"}}}, "minContains": 2},
+    "a_negation_that_cannot_be_written": {"contains": {"multipleOf": 3, "type": "integer"}, "minContains": 2},
+    "another": {"contains": {"type": "object", "maxProperties": 1}, "minContains": 2},
+    "a_negated_items": {"not": {"items": {"type": "integer"}}},
+    "arrays_of_arrays": {"contains": {"type": "array", "contains": {"type": "integer"}, "minContains": 2}, "minContains": 2},
+    "itself": {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"type": "null"}, {"type": "array", "contains": {"$ref": "#/$defs/a"}}]}}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONTAINS)
+def test_arrays_with_items_that_count_are_judged_as_by_an_independent_checker(compiler, name):
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = {"type": "array", **CONTAINS[name]}
+    guide, validator = compiled(compiler, schema), jsonschema.Draft202012Validator(schema)
+    rng = random.Random(0)
+    items = [
+        0,
+        1,
+        2,
+        3,
+        6,
+        2.5,
+        "a",
+        None,
+        {},
+        {"a": 1},
+        {"a": "x"},
+        {"a": 1, "b": 2},
+        [],
+        [1],
+        [1, "a", 2],
+        [[1, 1], [2, 3]],
+        [None],
+    ]
+    verdicts = set()
+    for _ in range(300):
+        array = [rng.choice(items) for _ in range(rng.randrange(7))]
+        verdicts.add(is_valid := validator.is_valid(array))
+        assert guide.accepts(json.dumps(array)) is is_valid, array
+    assert verdicts == {True, False}
+
+
+@pytest.mark.parametrize("low", [1, 3])
+def test_any_number_of_items_that_count_can_be_followed(compiler, low):
+    guide = compiled(compiler, {"type": "array", "contains": {"type": "integer"}, "minContains": low})
+    assert guide.accepts(json.dumps([*range(1500)])) and guide.accepts(json.dumps(["a", *range(low), "a"] * 500))
+    assert not guide.accepts(json.dumps(["a"] * 1500)) and not guide.accepts(json.dumps([*range(low - 1), "a"]))
+
+
+def test_any_number_of_names_that_must_match_can_be_followed(compiler):
+    guide = compiled(compiler, {"type": "object", "not": {"propertyNames": {"pattern": "^a"}}})
+    assert guide.accepts(json.dumps({f"b{index}": index for index in range(1500)}))
+    assert guide.accepts(json.dumps({f"a{index}": index for index in range(1500)} | {"b": 0}))
+    assert not guide.accepts(json.dumps({f"a{index}": index for index in range(1500)}))
+
+
+def test_several_names_that_must_match_may_be_one(compiler):
+    names = [{"pattern": "^a"}, {"pattern": "b$"}, {"maxLength": 2}]
+    guide = compiled(compiler, {"type": "object", "not": {"anyOf": [{"propertyNames": each} for each in names]}})
+    for keys in itertools.chain.from_iterable(
+        itertools.permutations(["aa", "ab", "xyz", "xb", "aab", "abc"], n) for n in range(4)
+    ):
+        is_valid = not any(all(fits(key) for key in keys) for fits in (
+            lambda key: key[0] == "a", lambda key: key[-1] == "b", lambda key: len(key) < 3))  # fmt: skip
+        assert guide.accepts(json.dumps(dict.fromkeys(keys, 1))) is is_valid, keys
+
+
 # ---- public test data, where it is at hand ---------------------------------------------------------
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "jsonschema"

@@ -17,6 +17,7 @@ from openengine.core.guides.schema_shapes import ArrayShape, Goal, NumberShape, 
 from openengine.core.guides.schema_solver import ShapeSolver
 from openengine.core.guides.schema_source import unsupported
 from openengine.core.guides.schema_values import Value
+from openengine.errors import InvalidArgument
 
 __all__ = ["ArrayMachine"]
 
@@ -41,26 +42,43 @@ class _Step:
 
 
 class ArrayMachine:
-    """The states of one array shape. `goals` are those of its items."""
+    """The states of one array shape.
 
-    def __init__(self, shape: ArrayShape, solver: ShapeSolver) -> None:
+    can_write: whether rules for the values that meet a goal can be written.
+    """
+
+    def __init__(self, shape: ArrayShape, solver: ShapeSolver, can_write: Callable[[Goal], bool]) -> None:
         self._shape = shape
         self._solver = solver
         self._where = shape.unique or shape.contains[0].where
         # More than one item is what makes them unique or not.
         self._is_unique = shape.unique is not None and (shape.high is None or shape.high > 1)
         self._start = _State(0, (0,) * len(shape.contains), frozenset())
-        self._steps: dict[_State, list[_Step]] = {}
+        try:
+            self._steps = self._all_steps(denies=True)
+            is_written = all(entry.high is not None for entry in shape.contains) or all(map(can_write, self.goals))
+        except InvalidArgument:
+            is_written = False
+        if not is_written:
+            self._steps = self._all_steps(denies=False)
+
+    @property
+    def goals(self) -> list[Goal]:
+        """Those of its items."""
+        return list(dict.fromkeys(step.goal for steps in self._steps.values() for step in steps))
+
+    def _all_steps(self, *, denies: bool) -> dict[_State, list[_Step]]:
+        found: dict[_State, list[_Step]] = {}
         pending = [self._start]
         for state in pending:
-            self._steps[state] = list(self._next(state))
-            for step in self._steps[state]:
-                if step.then not in self._steps:
-                    self._steps[step.then] = []
+            found[state] = list(self._next(state, denies))
+            for step in found[state]:
+                if step.then not in found:
+                    found[step.then] = []
                     pending.append(step.then)
             if len(pending) > _MAX_STATES:
                 raise unsupported(*self._where, "it needs too many states; lower its bounds")
-        self.goals = list(dict.fromkeys(step.goal for steps in self._steps.values() for step in steps))
+        return found
 
     def is_productive(self, has: Callable[[Goal], bool]) -> bool:
         """Whether some array goes through, given which goals some value meets."""
@@ -111,7 +129,8 @@ class ArrayMachine:
                     pending.append(earlier)
         return live
 
-    def _next(self, state: _State) -> Iterator[_Step]:
+    def _next(self, state: _State, denies: bool) -> Iterator[_Step]:
+        """The steps from `state`. denies: what need not be counted, but could be, is restricted to the negation as well."""
         shape = self._shape
         if state.num_items == shape.high:
             return
@@ -121,10 +140,12 @@ class ArrayMachine:
         num_items = min(state.num_items + 1, last)
         choices = []
         for count, entry in zip(state.counts, shape.contains, strict=True):
-            if entry.high is None:
-                choices.append([((), count)] + ([(entry.goal, count + 1)] if count < entry.low else []))
-            else:
-                choices.append([(entry.others, count)] + ([(entry.goal, count + 1)] if count < entry.high else []))
+            if entry.high is None and count == entry.low:
+                choices.append([((), count)])
+                continue
+            can_count = entry.high is None or count < entry.high
+            others = entry.others if denies or entry.high is not None else ()
+            choices.append([(others, count)] + ([(entry.goal, count + 1)] if can_count else []))
         for chosen in itertools.product(*choices):
             goal = self._solver.goal(base, *(part for part, _ in chosen))
             counts = tuple(count for _, count in chosen)

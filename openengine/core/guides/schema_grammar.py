@@ -9,7 +9,7 @@ meets is left out wherever it is optional, so that no output can run into a dead
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
@@ -48,6 +48,8 @@ from openengine.errors import InvalidArgument
 __all__ = ["SchemaRules", "add_schema"]
 
 _MAX_GOALS = 20_000  # each becomes a rule, of some hundred bytes
+_MAX_TRIED_GOALS = 500  # of rules that are written to see whether they can be, which takes as long as writing them
+_MAX_TRIED_BYTES = 4 << 20
 _TICKS_PER_RULE = 32  # writing one takes that much longer than a small step
 _MAX_NESTED = 200  # each optional item is a rule within that of the one before
 _MAX_LISTED = 1500  # each is one of the 2000 items that the backend follows at one place of a text
@@ -69,7 +71,7 @@ def add_schema(grammar: Grammar, content: Any, work: Work) -> SchemaRules:
     """
     solver = ShapeSolver(SchemaDocument(content, work), work)
     goal = solver.goal(Demand(solver.document.root, True))
-    writer = _Writer(grammar, solver, _Productive(solver, goal))
+    writer = _Writer(grammar, solver, _Productive(solver, goal, _Tried(solver).can_write))
     if not writer.productive.has(goal):
         raise _no_value(content)
     shapes = tuple(filter(writer.productive.shape_is, solver.shapes(goal)))
@@ -86,11 +88,34 @@ def _no_value(content: dict[str, Any] | bool) -> InvalidArgument:
     return InvalidArgument(f"no value meets the JSON schema at #: {why}", details={"pointer": "", "keyword": keyword})
 
 
-class _Productive:
-    """The goals, of all that `root` leads to, that some finite value meets."""
+class _Tried:
+    """Tells whether rules for what meets a goal can be written: they are, and thrown away."""
 
-    def __init__(self, solver: ShapeSolver, root: Goal) -> None:
+    def __init__(self, solver: ShapeSolver) -> None:
         self._solver = solver
+        self._known: dict[Goal, bool] = {}
+
+    def can_write(self, goal: Goal) -> bool:
+        if goal not in self._known:
+            try:
+                # What it leads to is written too, and so need not be tried first.
+                productive = _Productive(self._solver, goal, lambda _: True, most=_MAX_TRIED_GOALS)
+                if productive.has(goal):
+                    _Writer(Grammar(max_bytes=_MAX_TRIED_BYTES), self._solver, productive).write(goal)
+                self._known.update(dict.fromkeys(productive.goals, True))
+            except (InvalidArgument, GrammarTooLarge, TooComplex, RecursionError):
+                self._known[goal] = False
+        return self._known[goal]
+
+
+class _Productive:
+    """The goals, of all that `root` leads to, that some finite value meets. Raises InvalidArgument for more than `most`."""
+
+    def __init__(
+        self, solver: ShapeSolver, root: Goal, can_write: Callable[[Goal], bool], most: int = _MAX_GOALS
+    ) -> None:
+        self._solver = solver
+        self._can_write = can_write
         self._machines: dict[ArrayShape, ArrayMachine] = {}
         self._users: dict[Goal, list[Goal]] = {root: []}
         self._true: set[Goal] = set()
@@ -103,8 +128,8 @@ class _Productive:
                 if inner not in self._users:
                     self._users[inner] = []
                     pending.append(inner)
-                    if len(pending) > _MAX_GOALS:
-                        raise unsupported(*_where(goal), f"with it the schema has more than {_MAX_GOALS} parts")
+                    if len(pending) > most:
+                        raise unsupported(*_where(goal), f"with it the schema has more than {most} parts")
                 self._users[inner].append(goal)
         # From the leaves up: a goal is looked at again each time one of its parts turns out to be productive.
         while pending:
@@ -114,13 +139,18 @@ class _Productive:
                 self._true.add(goal)
                 pending.extend(self._users[goal])
 
+    @property
+    def goals(self) -> Iterable[Goal]:
+        """All that `root` leads to."""
+        return self._users
+
     def has(self, goal: Goal) -> bool:
         """Whether some value meets `goal`."""
         return goal in self._true
 
     def machine(self, shape: ArrayShape) -> ArrayMachine:
         if shape not in self._machines:
-            self._machines[shape] = ArrayMachine(shape, self._solver)
+            self._machines[shape] = ArrayMachine(shape, self._solver, self._can_write)
         return self._machines[shape]
 
     def _parts(self, goal: Goal) -> Iterator[Goal]:

@@ -274,7 +274,7 @@ def _items(solver: ShapeSolver, state: ArrayShape, schema: Schema, holds: bool) 
         if prefix and wrong:
             raise unsupported(schema.at(rest), rest, "it cannot be negated after a prefix")
         if wrong:
-            entry = Contains(wrong, None, 1, None, (schema.at(rest), rest))
+            entry = Contains(wrong, solver.goal(Demand(after, True)), 1, None, (schema.at(rest), rest))
             found.append(replace(state, contains=(*state.contains, entry)))
         else:
             found.append(replace(state, low=max(state.low, len(prefix) + 1)))
@@ -323,7 +323,7 @@ def _contains(solver: ShapeSolver, state: ArrayShape, schema: Schema, holds: boo
         elif (least, most) == (0, None):
             found.append(state)
         else:
-            entry = Contains(goal, None if most is None else others, least, most, (schema.at("contains"), "contains"))
+            entry = Contains(goal, others, least, most, (schema.at("contains"), "contains"))
             found.append(replace(state, contains=(*state.contains, entry)))
     return found
 

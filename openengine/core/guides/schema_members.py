@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from openengine.core.guides.grammar import Grammar
 from openengine.core.guides.json_text import CLOSE_OBJECT, COMMA, OPEN_OBJECT, key_of
-from openengine.core.guides.language import Language, intersect, literal
+from openengine.core.guides.language import Language, complement, intersect, literal
 from openengine.core.guides.schema_shapes import Goal, ObjectShape
 from openengine.core.guides.schema_solver import ShapeSolver
 from openengine.core.guides.schema_source import unsupported
@@ -162,20 +162,24 @@ class MemberWriter:
             raise unsupported(*shape.where, f"it asks for more than {_MAX_WANTED} undeclared members")
         every = frozenset(range(len(shape.some)))
         subsets = [frozenset(each) for size in range(1, len(every) + 1) for each in itertools.combinations(every, size)]
-        members: dict[frozenset[int], str] = {}
-        for subset in subsets:
-            named = [(intersect(language, *(shape.some[i] for i in subset)), goal) for language, goal in others]
-            found = [self._member(names, goal) for names, goal in named if not self._solver.surely_empty(names)]
-            if found:
-                members[subset] = self._grammar.rule(found)
         after = {frozenset(): f"({self._comma} {rest})*"}
         for missing in subsets:
-            options = [
-                f"{members[subset]} {after[missing - subset]}"
-                if missing == subset
-                else f"{members[subset]} {self._comma} {after[missing - subset]}"
-                for subset in members
-                if subset <= missing
-            ]
-            after[missing] = self._grammar.rule([f"({rest} {self._comma})* ({' | '.join(options)})"])
+            # A member belongs to just one of these, so that there is one way to each object.
+            options = []
+            for subset in (each for each in subsets if each <= missing):
+                member = self._members_in(shape, others, subset, missing - subset)
+                comma = f" {self._comma}" if subset != missing else ""
+                options += [f"{member}{comma} {after[missing - subset]}"] if member else []
+            no_matter = self._members_in(shape, others, frozenset(), missing)
+            before = f"({no_matter} {self._comma})* " if no_matter else ""
+            after[missing] = self._grammar.rule([f"{before}({' | '.join(options)})"])
         return after[every]
+
+    def _members_in(
+        self, shape: ObjectShape, others: list[tuple[Language, Goal]], within: frozenset[int], outside: frozenset[int]
+    ) -> str | None:
+        """Undeclared members whose names are in some of the sets of `shape.some` and not in others; None if there are none."""
+        sets = [shape.some[index] for index in within] + [complement(shape.some[index]) for index in outside]
+        named = [(intersect(names, *sets), goal) for names, goal in others]
+        found = [self._member(names, goal) for names, goal in named if not self._solver.surely_empty(names)]
+        return self._grammar.rule(found) if found else None

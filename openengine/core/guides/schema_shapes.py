@@ -71,13 +71,13 @@ class StringShape:
 
 @dataclass(frozen=True, slots=True)
 class Contains:
-    """Between `low` and `high` items meet `goal`; `others` is its negation, needed where there is a `high`.
+    """Between `low` and `high` items meet `goal`; `others` is its negation.
 
     where: pointer and keyword that ask for it.
     """
 
     goal: Goal
-    others: Goal | None
+    others: Goal
     low: int
     high: int | None
     where: tuple[str, str] = field(compare=False)
