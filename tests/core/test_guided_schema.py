@@ -213,6 +213,16 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "a_reference_to_nothing": ({"$ref": "#/$defs/x"}, "/$ref", "$ref"),
     "a_reference_in_circles": ({"$ref": "#"}, "/$ref", "$ref"),
     "g16_a_pattern_that_cannot_be_meant": ({"properties": {"a": {"pattern": "a\\b"}}}, "/properties/a/pattern", "pattern"),
+    "listed_items_beside_a_prefix": (
+        {"properties": {"a": {"prefixItems": [{"type": "integer"}], "items": [{"type": "string"}]}}}, "/properties/a/items", "items"
+    ),
+    "required_of_draft_3": ({"properties": {"a": {"type": "string", "required": True}}}, "/properties/a/required", "required"),
+    "a_reference_in_circles_in_any_of": ({"anyOf": [{"$ref": "#"}, {"type": "null"}]}, "/anyOf/0/$ref", "$ref"),
+    "a_reference_in_circles_in_one_of": ({"oneOf": [{"$ref": "#"}, {"type": "null"}]}, "/oneOf/0/$ref", "$ref"),
+    "a_negated_dependency": (
+        {"items": {"type": "object", "not": {"dependencies": {"a": ["b"]}}}}, "/items/not/dependencies", "dependencies"
+    ),
+    "a_dependency_as_a_condition": ({"if": {"dependencies": {"a": ["b"]}}, "then": False}, "/if/dependencies", "dependencies"),
     "a_keyword_of_openapi": ({"properties": {"a": {"type": "string", "nullable": True}}}, "/properties/a/nullable", "nullable"),
     "a_reference_to_what_no_value_meets": ({"$defs": {"x": False}, "$ref": "#/$defs/x"}, "", "$ref"),
     "unevaluated_properties": ({"unevaluatedProperties": False}, "/unevaluatedProperties", "unevaluatedProperties"),
@@ -278,6 +288,11 @@ def test_gde_07_what_cannot_be_exact_is_refused_with_pointer_and_keyword(compile
         (False, "the schema of any value is true"),
         ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, "in pydantic: list in place of set"),
         ({"type": "string", "nullable": True}, '"type": ["string", "null"]'),
+        ({"properties": {"a": {"required": True}}}, "list the name in the object's required"),
+        ({"oneOf": [{"$ref": "#"}, {"type": "null"}]}, "refers to itself"),
+        ({"not": {"dependencies": {"a": ["b"]}}}, "write dependentRequired"),
+        ({"minLength": 1.5}, "not 1.5"),
+        ({"enum": {"a": [0.25]}}, "not {'a': [0.25]}"),
         ({"$ref": "#/$defs/x", "$defs": {"x": {}}, "nullable": True}, '{"type": "null"}'),
         ({"title": "t", "type": "string", "enum": [1]}, "(type, enum)"),
         (
@@ -404,7 +419,7 @@ def test_arrays_with_items_that_count_are_judged_as_by_an_independent_checker(co
     ]
     verdicts = set()
     for _ in range(300):
-        array = [rng.choice(items) for _ in range(rng.randrange(7))]
+        array = rng.choices(rng.sample(items, 3), k=rng.randrange(7))
         verdicts.add(is_valid := validator.is_valid(array))
         assert guide.accepts(json.dumps(array)) is is_valid, array
     assert verdicts == {True, False}
@@ -563,6 +578,20 @@ def test_what_would_be_read_otherwise_is_refused_by_name(compiler, schema, keywo
 def test_a_dialect_without_a_draft_is_the_latest(compiler, dialect):
     guide = compiled(compiler, {"$schema": dialect, "prefixItems": [{"const": 1}]})
     assert guide.accepts("[1]") and not guide.accepts("[2]")
+
+
+def test_listed_arrays_and_objects_can_be_denied_in_any_draft(compiler):
+    for draft in (DRAFT_4, "http://json-schema.org/draft-07/schema#", "https://json-schema.org/draft/2020-12/schema"):
+        guide = compiled(compiler, {"$schema": draft, "not": {"enum": [[1], [], {"a": [2]}]}})
+        for instance in ([1], [], {"a": [2]}):
+            assert not guide.accepts(json.dumps(instance))
+        for instance in ([2], [1, 1], {}, {"a": [1]}, {"a": [2], "b": 1}, 1):
+            assert guide.accepts(json.dumps(instance))
+
+
+def test_a_dependency_can_be_denied_where_the_draft_knows_it(compiler):
+    guide = compiled(compiler, {"$schema": DRAFT_4, "not": {"dependencies": {"a": ["b"]}}})
+    assert guide.accepts('{"a": 1}') and not guide.accepts('{"a": 1, "b": 1}') and not guide.accepts("{}")
 
 
 def test_an_id_beside_a_reference_names_nothing_in_draft_7(compiler):

@@ -105,19 +105,16 @@ def _one_of_values(solver: ShapeSolver, state: State, schema: Schema, listed: li
 
 def _schema_of(solver: ShapeSolver, value: Any, schema: Schema) -> Schema:
     """A schema that holds for one array or object alone."""
+    # In keywords that mean the same in every draft.
     if isinstance(value, list):
-        size = len(value)
         content = {
-            "prefixItems": [{"const": item} for item in value],
-            "items": False,
-            "minItems": size,
-            "maxItems": size,
+            "items": [{"enum": [item]} for item in value],
+            "additionalItems": False,
+            "minItems": len(value),
         }
-        if not value:
-            del content["prefixItems"]
     else:
         content = {
-            "properties": {name: {"const": inner} for name, inner in value.items()},
+            "properties": {name: {"enum": [inner]} for name, inner in value.items()},
             "required": list(value),
             "additionalProperties": False,
         }

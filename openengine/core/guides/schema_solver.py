@@ -44,7 +44,7 @@ from openengine.core.guides.schema_shapes import (
     merged_strings,
     unique,
 )
-from openengine.core.guides.schema_source import TOO_COMPLEX, TYPES, Schema, SchemaDocument, unsupported
+from openengine.core.guides.schema_source import TOO_COMPLEX, TYPES, Schema, SchemaDocument, circular, unsupported
 from openengine.core.guides.schema_values import Validator, Value
 from openengine.core.guides.work import Work
 
@@ -126,7 +126,8 @@ class ShapeSolver:
                 alone = self._strings[demand] = self.refine([ANY_VALUE["string"]], schema, holds)
             return merged_strings(both_strings(a, b) for a in states for b in alone)
         if demand in self._open:
-            raise unsupported(schema.at("$ref"), "$ref", "the schema refers to itself without anything in between")
+            referring = (each.schema for each in reversed(self._open) if "$ref" in each.schema)
+            raise circular(next(referring, schema))
         self._open.append(demand)
         try:
             new = self._assert(states, schema) if holds else self._deny(states, schema)
@@ -181,6 +182,13 @@ class ShapeSolver:
         return states
 
     def _deny(self, states: list[State], schema: Schema) -> list[State]:
+        if "dependencies" in schema and states[0].kind == "object" and not self.document.knows_dependencies:
+            raise unsupported(
+                schema.at("dependencies"),
+                "dependencies",
+                "the draft does not know it, so that it can be enforced but not negated, in not, oneOf, if or the like; write "
+                "dependentRequired or dependentSchemas, or name draft-07 in $schema",
+            )
         found: list[State] = []
         for rule in rules_of(schema, is_legacy=self.document.is_legacy):
             found = unique([*found, *self._applied(states, schema, rule, False)])

@@ -7,6 +7,7 @@ followed; nothing is ever fetched. Every error names a JSON pointer and the keyw
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from decimal import Decimal
@@ -19,7 +20,7 @@ from openengine.core.guides.regex import search
 from openengine.core.guides.work import Work
 from openengine.errors import InvalidArgument
 
-__all__ = ["TOO_COMPLEX", "TYPES", "Schema", "SchemaDocument", "parse_json", "schema_error", "unsupported"]
+__all__ = ["TOO_COMPLEX", "TYPES", "Schema", "SchemaDocument", "circular", "parse_json", "schema_error", "unsupported"]
 
 TOO_COMPLEX = (
     "it is too complex: what it asks for is nested too deeply, has too many alternatives, combines too many patterns, or "
@@ -149,6 +150,11 @@ def unsupported(pointer: str, keyword: str, why: str) -> InvalidArgument:
     )
 
 
+def circular(schema: Schema) -> InvalidArgument:
+    """For a `schema` whose reference leads back to it."""
+    return unsupported(schema.at("$ref"), "$ref", "the schema refers to itself without anything in between")
+
+
 class SchemaDocument:
     """Looks schemas up. `root` is the whole document; a dict of the document is always the same `Schema`."""
 
@@ -161,6 +167,7 @@ class SchemaDocument:
         self._made: dict[Any, Schema] = {}
         self._draft = _draft_of(content, "/$schema")
         self.is_legacy = self._draft in _LEGACY
+        self.knows_dependencies = self.is_legacy  # later drafts replaced them, and many a schema has them nonetheless
         self.root = self._index(content, "", "")
 
     def child(self, parent: Schema, *path: str | int) -> Schema:
@@ -373,6 +380,12 @@ def _check_keywords(schema: Schema) -> None:
             else:
                 _check_is_schema(inner, _below(schema.at(keyword), name), keyword)
     _check_scalars(schema)
+    if "prefixItems" in content and isinstance(content.get("items"), list):
+        why = "it lists schemas beside prefixItems, which does so since 2020-12; write the schema of the items after those"
+        raise unsupported(schema.at("items"), "items", why)
+    if content.get("required") is True:
+        why = "it is draft-03's, and later drafts do not know it; list the name in the object's required"
+        raise unsupported(schema.at("required"), "required", why)
     wanted = content.get("type")
     if content.get("nullable") is True and "null" not in (wanted if isinstance(wanted, list) else [wanted]):
         raise unsupported(
@@ -423,6 +436,17 @@ def _is_number(value: Any, *, whole: bool = False) -> bool:
     return isinstance(value, int if whole else int | Fraction) and not isinstance(value, bool)
 
 
+class _Repr(reprlib.Repr):
+    """Shows numbers with a fraction as they are written."""
+
+    def repr_Fraction(self, value: Fraction, level: int) -> str:
+        return str(Decimal(value.numerator) / value.denominator)
+
+
+_REPR = _Repr()
+_REPR.maxstring = _REPR.maxlong = _REPR.maxother = 80
+
+
 def _show(value: Any) -> str:
-    text = repr(value)
+    text = _REPR.repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -13,7 +13,7 @@ from typing import Any
 
 from openengine.core.guides.formats import format_language
 from openengine.core.guides.language import matches
-from openengine.core.guides.schema_source import Schema, SchemaDocument
+from openengine.core.guides.schema_source import Schema, SchemaDocument, circular
 
 __all__ = ["Validator", "Value", "type_of"]
 
@@ -56,14 +56,22 @@ class Validator:
     def __init__(self, document: SchemaDocument) -> None:
         self._document = document
         self._enums: dict[Schema, frozenset[Value]] = {}
+        self._open: set[tuple[Schema, int]] = set()  # references that are being followed for a value
 
     def holds(self, schema: Schema, value: Any) -> bool:
         """Whether `value` meets `schema`."""
         if isinstance(schema.content, bool):
             return schema.content
         if "$ref" in schema:
-            if not self.holds(self._document.resolve(schema), value):
-                return False
+            question = (schema, id(value))
+            if question in self._open:
+                raise circular(schema)
+            self._open.add(question)
+            try:
+                if not self.holds(self._document.resolve(schema), value):
+                    return False
+            finally:
+                self._open.remove(question)
             if self._document.is_legacy:
                 return True
         rules = (_GENERAL, _BY_TYPE.get(type_of(value), {}))
