@@ -222,6 +222,13 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "a_negated_dependency": (
         {"items": {"type": "object", "not": {"dependencies": {"a": ["b"]}}}}, "/items/not/dependencies", "dependencies"
     ),
+    "a_dependency_of_an_alternative": (
+        {"type": "object", "oneOf": [{"required": ["a"], "dependencies": {"a": ["b"]}}, {"required": ["a"], "not": {"required": ["b"]}}]},
+        "/oneOf/0/dependencies", "dependencies",
+    ),
+    "a_dependency_of_listed_objects": (
+        {"enum": [{"a": 1}], "oneOf": [{"dependencies": {"a": ["b"]}}, {}]}, "/oneOf/0/dependencies", "dependencies"
+    ),
     "a_dependency_as_a_condition": ({"if": {"dependencies": {"a": ["b"]}}, "then": False}, "/if/dependencies", "dependencies"),
     "a_keyword_of_openapi": ({"properties": {"a": {"type": "string", "nullable": True}}}, "/properties/a/nullable", "nullable"),
     "a_reference_to_what_no_value_meets": ({"$defs": {"x": False}, "$ref": "#/$defs/x"}, "", "$ref"),

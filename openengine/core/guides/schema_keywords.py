@@ -138,18 +138,23 @@ def _any_of(solver: ShapeSolver, state: State, schema: Schema, holds: bool) -> l
 def _one_of(solver: ShapeSolver, state: State, schema: Schema, holds: bool) -> list[State]:
     parts = _parts(solver, schema, "oneOf")
     # Values are judged one by one in the end, and two alternatives that both hold for one are no harm before that.
-    if isinstance(state, Values):
+    is_clear = (
+        not solver.document.has_unknown_dependencies
+    )  # else nothing is left out, so that negating them is noticed
+    if isinstance(state, Values) and is_clear:
         return [state]
     if not holds:
         none = solver.refine_all([state], tuple(Demand(part, False) for part in parts))
         pairs = [(a, b) for index, a in enumerate(parts) for b in parts[index + 1 :]]
         two = [new for a, b in pairs for new in solver.refine_all([state], (Demand(a, True), Demand(b, True)))]
         return none + two
-    possible = [(part, new) for part in parts if (new := solver.refine([state], part, True))]
+    possible = [(part, new) for part in parts if (new := solver.refine([state], part, True)) or not is_clear]
     found: list[State] = []
     for part, new in possible:
         rivals = [
-            rival for rival, _ in possible if rival is not part and _overlap(solver, schema, part, rival, state.kind)
+            rival
+            for rival, _ in possible
+            if rival is not part and (not is_clear or _overlap(solver, schema, part, rival, state.kind))
         ]
         found += solver.refine_all(new, tuple(Demand(rival, False) for rival in rivals))
     return found

@@ -182,7 +182,7 @@ class ShapeSolver:
         return states
 
     def _deny(self, states: list[State], schema: Schema) -> list[State]:
-        if "dependencies" in schema and states[0].kind == "object" and not self.document.knows_dependencies:
+        if "dependencies" in schema and states[0].kind == "object" and self.document.has_unknown_dependencies:
             raise unsupported(
                 schema.at("dependencies"),
                 "dependencies",

@@ -167,7 +167,8 @@ class SchemaDocument:
         self._made: dict[Any, Schema] = {}
         self._draft = _draft_of(content, "/$schema")
         self.is_legacy = self._draft in _LEGACY
-        self.knows_dependencies = self.is_legacy  # later drafts replaced them, and many a schema has them nonetheless
+        # Drafts after draft-07 replaced `dependencies`, and many a schema has them nonetheless.
+        self.has_unknown_dependencies = False
         self.root = self._index(content, "", "")
 
     def child(self, parent: Schema, *path: str | int) -> Schema:
@@ -278,6 +279,7 @@ class SchemaDocument:
             if isinstance(named.get(name), str):
                 self._anchors.setdefault(f"{base}#{named[name]}", schema)
         self._known[id(content)] = schema
+        self.has_unknown_dependencies |= "dependencies" in content and not self.is_legacy
         self._check_draft(schema)
         _check_keywords(schema)
         return schema
