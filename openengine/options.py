@@ -63,11 +63,11 @@ _ALL = _SAMPLING | _STOPPING | _RESPONSE | _KV | _GUIDES | _REQUEST | _SUGAR
 _ELSEWHERE = {
     "best_of": "num_sequences",
     "do_sample": "temperature",
+    "guided_json": "json_schema",
     "max_length": "max_tokens",
     "max_new_tokens": "max_tokens",
     "n": "num_sequences",
     "num_return_sequences": "num_sequences",
-    "guided_json": "json_schema",
     "response_format": "json_schema",
     "stop_sequences": "stop",
     "top_logprobs": "logprobs",

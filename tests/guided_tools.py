@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from openengine.core.guides.compiled import CompiledGuide
 from openengine.core.guides.compiler import GuideCompiler
 from openengine.core.guides.state import GuideState
 from openengine.core.tokenizer import load_tokenizer
+from openengine.types import GuidedDecoding
 
 EOS = 256
 OTHER_EOS = 257
@@ -28,6 +30,11 @@ def byte_compiler(
     write_tokenizer(directory, vocabulary, special=("<eos>", "<end>"))
     size = vocab_size or len(vocabulary)
     return GuideCompiler(load_tokenizer(directory), size, [EOS, OTHER_EOS], **options)
+
+
+def compiled(compiler: GuideCompiler, schema: Any) -> CompiledGuide:
+    """The guide of a JSON schema."""
+    return compiler.compile(GuidedDecoding(json_schema=json.dumps(schema)))
 
 
 def legal_tokens(compiler: GuideCompiler, state: GuideState) -> list[int]:

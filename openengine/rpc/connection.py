@@ -85,10 +85,10 @@ class Connection:
         timeout_s: float | None,
         keepalive_s: float | None,
     ) -> None:
-        _check_process()
         _check_target(target)
         _check_seconds("timeout_s", timeout_s)
         _check_seconds("keepalive_s", keepalive_s)
+        _claim_grpc()
         self.metadata = metadata
         self._check = check
         self._timeout_s = timeout_s
@@ -239,8 +239,8 @@ def _unanswered(timeout_s: float) -> Unreachable:
     )
 
 
-def _check_process() -> None:
-    """A forked child's calls would hang or crash."""
+def _claim_grpc() -> None:
+    """Note that this process uses gRPC. Refuses one that was forked from a user of it: its calls would hang or crash."""
     global _grpc_pid
     if _grpc_pid not in (None, os.getpid()):
         raise PreconditionFailed(f"this process was forked from one that had used a client, and {_NO_FORKS}")

@@ -244,7 +244,10 @@ def test_template_file_wins_over_the_config(tmp_path):
 
 
 def test_named_templates_are_chosen_by_tools_and_by_name(tmp_path):
-    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools | default([], true) | length }}"}]
+    named = [
+        {"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": "{{ tools | default([], true) | length }}"},
+    ]
     tokenizer = directory_with(tmp_path, named)
     assert tokenizer.chat_templates == {"default": "plain", "tool_use": "{{ tools | default([], true) | length }}"}
     assert tokenizer.apply_chat_template(USER) == "plain"

@@ -13,12 +13,10 @@ import pytest
 pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
 
-from guided_tools import byte_compiler, random_output
+from guided_tools import byte_compiler, compiled, random_output
 
-from openengine.core.guides.compiled import CompiledGuide
 from openengine.core.guides.compiler import GuideCompiler
 from openengine.errors import InvalidArgument
-from openengine.types import GuidedDecoding
 
 
 @pytest.fixture(scope="module")
@@ -26,10 +24,6 @@ def compiler(tmp_path_factory) -> Iterator[GuideCompiler]:
     compiler = byte_compiler(tmp_path_factory.mktemp("bytes"), timeout_s=60, max_bytes=4 << 20)
     yield compiler
     compiler.close()
-
-
-def compiled(compiler: GuideCompiler, schema: Any) -> CompiledGuide:
-    return compiler.compile(GuidedDecoding(json_schema=json.dumps(schema)))
 
 
 def exactly(text: str) -> Any:

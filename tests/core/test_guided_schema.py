@@ -19,7 +19,7 @@ import pytest
 
 pytest.importorskip("llguidance")
 
-from guided_tools import EOS, byte_compiler, greedy_output, random_output
+from guided_tools import EOS, byte_compiler, compiled, greedy_output, random_output
 
 from openengine.core.guides.compiled import CompiledGuide
 from openengine.core.guides.compiler import GuideCompiler
@@ -36,10 +36,6 @@ def compiler(tmp_path_factory) -> Iterator[GuideCompiler]:
     compiler = byte_compiler(tmp_path_factory.mktemp("bytes"), timeout_s=60, max_bytes=4 << 20)
     yield compiler
     compiler.close()
-
-
-def compiled(compiler: GuideCompiler, schema: Any) -> CompiledGuide:
-    return compiler.compile(GuidedDecoding(json_schema=json.dumps(schema)))
 
 
 def texts_of(instance: Any) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -39,10 +40,10 @@ def test_the_time_of_a_guide_is_made_up_for_by_quick_tokens():
 
 
 def test_of_several_compilations_one_runs_at_a_time_and_all_get_on():
-    running, seen, ticks = [], [], Counter()
+    running, seen, ticks, turn = [], [], Counter(), threading.Lock()
 
     def compile_something(name):
-        with Work(30.0) as work:
+        with Work(30.0, turn=turn) as work:
             while ticks[name] < 3000:
                 running.append(name)
                 seen.append(len(running))
@@ -57,7 +58,9 @@ def test_of_several_compilations_one_runs_at_a_time_and_all_get_on():
 
 
 def test_who_gets_no_turn_in_time_is_out_of_time_and_leaves_the_turn_to_others():
-    with Work(30.0), ThreadPoolExecutor(1) as pool, pytest.raises(CompileTimeout):
-        pool.submit(lambda: Work(0.05).__enter__()).result(10)
-    with Work(30.0) as work:
-        work.take_turns()
+    turn = threading.Lock()
+    with Work(30.0, turn=turn), ThreadPoolExecutor(1) as pool, pytest.raises(CompileTimeout):
+        pool.submit(lambda: Work(0.05, turn=turn).__enter__()).result(10)
+    with Work(30.0, turn=turn):
+        assert turn.locked()
+    assert not turn.locked()

@@ -113,6 +113,7 @@ BAD_OPTIONS = [
     {"stop": "x" * 65537},
     {"stop": [f"{i:04}" for i in range(16385)]},
     *[{"stop_token_ids": v} for v in (-1, 27, 1.5, "5", [1.5], [True], True, [None], [[1]], {1: 2}, 2**80)],
+    {"conditions": [StopCondition(stop_token_id=1)] * (2**18 + 1)},
     *[{"conditions": v} for v in ("x", ["x"], [StopCondition()], [StopCondition(stop_text="a", stop_token_id=1)], 5)],
     *[{"ignore_eos": v} for v in (1, "yes", 0.0)],
     {"include_stop_in_output": "yes"},

@@ -143,6 +143,20 @@ def test_refusals_are_the_same_class_with_the_same_message(pair, prompt, options
     assert errors[0][:2] == errors[1][:2] and errors[0][2] == errors[1][2]
 
 
+def test_what_cannot_be_tokenized_is_refused_by_both(pair):
+    for side in pair:
+        for wrong in (lambda: side.tokenize(b"x"), lambda: side.tokenize(None)):
+            with pytest.raises(InvalidArgument, match="text"):
+                wrong()
+        for wrong in (None, 5, "ab"):
+            with pytest.raises(InvalidArgument, match="token_ids must be a flat sequence"):
+                side.detokenize(wrong)
+        with pytest.raises(InvalidArgument, match="add_special_tokens"):
+            side.tokenize("x", add_special_tokens="x")
+        with pytest.raises(InvalidArgument, match="names must be a sequence"):
+            side.tokenizer_artifacts("tokenizer.json")
+
+
 def test_gen_07_a_prompt_of_ten_megabytes_is_refused_by_its_length_alone(pair):
     prompt, errors, started = "word " * 2_000_000, [], time.monotonic()
     for side in pair:

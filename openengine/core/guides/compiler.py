@@ -111,6 +111,7 @@ class GuideCompiler:
         self._lock = threading.RLock()  # cancelling a compilation calls back
         self._futures: OrderedDict[GuidedDecoding, _Shared] = OrderedDict()
         self._workers = Workers(_NUM_WORKERS, name="openengine-guide", max_wait_s=timeout_s)
+        self._turn = threading.Lock()  # of the compilations, which run one at a time
         self._backend_lock = threading.Lock()
         self._backend: Backend | None = None
         self._fills_one_by_one = False
@@ -218,7 +219,7 @@ class GuideCompiler:
         with self._workers.time_limit(self.timeout_s, too_long):
             try:
                 grammar = Grammar(max_bytes=_LEAST_GRAMMAR_BYTES + _BYTES_PER_SOURCE_BYTE * num_bytes)
-                with Work(self.timeout_s) as work:
+                with Work(self.timeout_s, turn=self._turn) as work:
                     text = grammar.text(add_guide(grammar, guide, kind, work))
                 return CompiledGuide(guide, self, backend, text)
             except CompileTimeout:

@@ -21,10 +21,6 @@ _STEP_S = 0.010
 _EXCESS_S = 0.250
 
 
-# Held by the one compilation that runs Python: a step would have to wait for each that wants the interpreter.
-_turn = threading.Lock()
-
-
 class CompileTimeout(Exception):
     """The guide's time is up."""
 
@@ -32,25 +28,27 @@ class CompileTimeout(Exception):
 class Work:
     """Counts steps of one compilation. Owned by the thread that compiles.
 
-    Within a `with` it takes turns with the other compilations too, which is for workers alone: an interrupt, which reaches
-    the main thread, might come between the two steps of entering and leave the turn taken.
+    turn: what the one compilation holds that runs Python, for a step would have to wait for each that wants the interpreter;
+    within a `with` it is taken by turns. That is for workers alone: an interrupt, which reaches the main thread, might come
+    between the two steps of entering and leave it taken.
     """
 
-    def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, timeout_s: float, clock: Callable[[], float] = time.monotonic, *, turn: threading.Lock | None = None
+    ) -> None:
         self._clock = clock
+        self._turn = turn
         self._deadline = clock() + timeout_s
         self._turn_began = clock()
         self._ticks = 0
-        self._shares_turns = self._has_turn = False
+        self._has_turn = False
 
     def __enter__(self) -> Work:
-        self._shares_turns = True
         self._take_turn()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._end_turn()
-        self._shares_turns = False
 
     def tick(self, weight: int = 1) -> None:
         """Note a small step, or `weight` of them. Raises CompileTimeout when the time is up."""
@@ -70,8 +68,8 @@ class Work:
             self._take_turn()
 
     def _take_turn(self) -> None:
-        if self._shares_turns:
-            self._has_turn = _turn.acquire(timeout=max(0.0, self._deadline - self._clock()))
+        if self._turn is not None:
+            self._has_turn = self._turn.acquire(timeout=max(0.0, self._deadline - self._clock()))
             if not self._has_turn:
                 raise CompileTimeout
         self._turn_began = self._clock()
@@ -79,7 +77,7 @@ class Work:
     def _end_turn(self) -> None:
         if self._has_turn:
             self._has_turn = False
-            _turn.release()
+            self._turn.release()
 
 
 class StepTime:
