@@ -324,7 +324,8 @@ def test_a_reader_of_large_events_who_does_not_read_ends_his_request_and_no_othe
     assert len(responses) < 2000 and responses[-1].error.code == pb.ERROR_CODE_OVERLOADED
     assert "events of some" in responses[-1].error.message and responses[-1].usage.completion_tokens < 2000
     ids = [info.token_id for response in responses for info in response.token.tokens]
-    assert ids[:3] == [info.token_id for info in infos]
+    # how many came through before the limit is up to the sockets' buffers, which ones is not
+    assert ids and ids[:3] == [info.token_id for info in infos][: len(ids)]
 
 
 def test_tokens_made_while_a_large_prompt_is_sent_are_no_backlog(small):
