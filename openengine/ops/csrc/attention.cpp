@@ -154,6 +154,9 @@ static void list(const AttentionLayer& layer, const AttentionItem& item, const S
         offset += TILE;
         if (offset == step.block_size) offset = 0, block++;
     }
+    // What is fetched beside a longer chunk.
+    for (int i = (chunk.count + TILE - 1) / TILE; i < CHUNK / TILE; i++)
+        chunk.keys[i] = chunk.keys[i - 1], chunk.values[i] = chunk.values[i - 1];
 }
 
 template <class T>
@@ -167,9 +170,9 @@ static void load_queries(const AttentionLayer& layer, const AttentionItem& item,
     }
 }
 
-// Attend item `index`; the first chunk of the one after it is fetched meanwhile.
+// Attend item `index`; the first chunk of item `following`, if there is one, is fetched meanwhile.
 template <class T>
-static void attend_item(const AttentionLayer& layer, int index, char* scratch, float* partials) {
+static void attend_item(const AttentionLayer& layer, int index, int following, char* scratch, float* partials) {
     const AttentionStep& step = *layer.step;
     const AttentionItem& item = layer.plan->items[index];
     const int head_dim = step.head_dim, group = group_of(step), rows = item.num_tokens * group;
@@ -186,13 +189,14 @@ static void attend_item(const AttentionLayer& layer, int index, char* scratch, f
     int now = 0;
     list<T>(layer, item, span, span.begin, chunks[0]);
     for (int base = span.begin; base < span.end; base = chunk_end(base), now ^= 1) {
-        const bool is_last = chunk_end(base) >= span.end, has_next = !is_last || index + 1 < layer.plan->num_items;
+        const bool is_last = chunk_end(base) >= span.end, has_next = !is_last || following < layer.plan->num_items;
         Chunk& next = chunks[now ^ 1];
         if (!is_last) {
             list<T>(layer, item, span, chunk_end(base), next);
         } else if (has_next) {
-            const Span after = span_of(layer, (&item)[1]);
-            list<T>(layer, (&item)[1], after, after.begin, next);
+            const AttentionItem& other = layer.plan->items[following];
+            const Span after = span_of(layer, other);
+            list<T>(layer, other, after, after.begin, next);
         }
         attend_chunk(ws, chunks[now], has_next ? &next : nullptr, rows, head_dim, masking);
     }
@@ -235,11 +239,12 @@ static void run(Team& team, const AttentionLayer& layer, int* taken) {
     for (int64_t i = team.first(heads); i < team.last(heads); i++)
         write_token<T>(layer, int(i / step.num_kv_heads), int(i % step.num_kv_heads));
     team.wait();
-    for (;;) {
-        const int first = __atomic_fetch_add(taken, plan.num_together, __ATOMIC_RELAXED);
-        if (first >= plan.num_items) break;
-        for (int i = first; i < min_of(first + plan.num_together, plan.num_items); i++)
-            attend_item<T>(layer, i, scratch, partials);
+    const auto take = [taken, &plan] { return __atomic_fetch_add(taken, plan.num_together, __ATOMIC_RELAXED); };
+    int left = plan.num_together;  // of what was taken
+    for (int item = take(), next; item < plan.num_items; item = next) {
+        next = --left ? item + 1 : take();
+        if (!left) left = plan.num_together;
+        attend_item<T>(layer, item, next, scratch, partials);
     }
     if (!plan.num_merges) return;
     team.wait();
@@ -270,14 +275,14 @@ OE_EXPORT(attention_plan)(const AttentionStep* batch, AttentionPlan* plan) {
         const bool is_split = query_len == 1 && chunks_of(span) > 1 && keys * step.num_threads * 2 > cost;
         const int chunks = is_split ? chunks_of(span) : 0;
         for (int token = (query_len - 1) / tokens * tokens; token >= 0; token -= tokens)
-            for (int head = 0; head < step.num_kv_heads; head++) {
-                const int count = min_of(tokens, query_len - token);
-                if (is_split && plan->items) plan->merges[num_merges] = {seq, head, num_partials, chunks};
-                for (int chunk = is_split ? 0 : -1; chunk < chunks; chunk++, num_items++)
-                    if (plan->items) plan->items[num_items] = {seq, token, count, head, chunk, num_partials + chunk};
-                num_merges += is_split;
-                num_partials += chunks;
-            }
+            for (int chunk = is_split ? 0 : -1; chunk < chunks; chunk++)
+                for (int head = 0; head < step.num_kv_heads; head++, num_items++)
+                    if (plan->items)
+                        plan->items[num_items] = {seq, token, min_of(tokens, query_len - token), head, chunk,
+                                                  num_partials + head * chunks + chunk};
+        if (!is_split) continue;
+        for (int head = 0; head < step.num_kv_heads; head++, num_merges++, num_partials += chunks)
+            if (plan->items) plan->merges[num_merges] = {seq, head, num_partials, chunks};
     }
     plan->num_items = num_items;
     // The heads of a sequence lie side by side in the cache, and a thread fetches what it takes next.

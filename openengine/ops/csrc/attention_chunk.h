@@ -55,52 +55,64 @@ struct Bfloat16 {
 };
 
 // ---- matrix products: sum[r][c] += a[r][:] * b[:][c], C vectors of columns ----
+//
+// `ahead`, unless null, lies like `b` and is what will be read next. The hardware does not foresee where it lies, and to
+// ask for all of it at once would hold up what follows, so it is fetched as fast as `b` is used.
 
 template <class T, int A_STRIDE, int R, int C>
-OE_INLINE void multiply(vf (&sum)[R][C], const typename T::Factor* a, const uint32_t* const* b, int b_stride,
-                        int steps) {
+OE_INLINE void multiply(vf (&sum)[R][C], const typename T::Factor* a, const uint32_t* const* b,
+                        const uint32_t* const* ahead, int b_stride, int steps) {
     for (int s = 0; s < steps; s++) {
         vu column[C];
         for (int c = 0; c < C; c++) column[c] = load_as<vu>(b[c] + (long)s * b_stride);
+        if (ahead)
+            for (int c = 0; c < C; c++) fetch(ahead[c] + (long)s * b_stride);
         for (int r = 0; r < R; r++) T::template step<C>(sum[r], a + r * A_STRIDE + s * T::PACKED, column);
     }
 }
 
 // Scores of R rows with `num_tiles` key tiles -> scores[r][16 * num_tiles].
 template <class T, int R, int C>
-OE_INLINE void score_columns(const typename T::Factor* q, int head_dim, const uint32_t* const* tiles, int first,
-                             float* scores) {
+OE_INLINE void score_columns(const typename T::Factor* q, int head_dim, const uint32_t* const* tiles,
+                             const uint32_t* const* next, int first, float* scores) {
     constexpr int PER_TILE = TILE / LANES;
-    const uint32_t* columns[C];
-    for (int c = 0; c < C; c++) columns[c] = tiles[(first + c) / PER_TILE] + (first + c) % PER_TILE * LANES;
+    const uint32_t *columns[C], *ahead[C];
+    for (int c = 0; c < C; c++) {
+        const int tile = (first + c) / PER_TILE, at = (first + c) % PER_TILE * LANES;
+        columns[c] = tiles[tile] + at;
+        if (next) ahead[c] = next[tile] + at;
+    }
     vf sum[R][C] = {};
-    multiply<T, Q_STRIDE>(sum, q, columns, TILE, head_dim / T::PACKED);
+    multiply<T, Q_STRIDE>(sum, q, columns, next ? ahead : nullptr, TILE, head_dim / T::PACKED);
     for (int r = 0; r < R; r++)
         for (int c = 0; c < C; c++) store(scores + r * P_STRIDE + (first + c) * LANES, sum[r][c]);
 }
 
 template <class T, int R>
-static void score(const typename T::Factor* q, int head_dim, const uint32_t* const* tiles, int num_tiles,
-                  float* scores) {
+static void score(const typename T::Factor* q, int head_dim, const uint32_t* const* tiles,
+                  const uint32_t* const* next, int num_tiles, float* scores) {
     constexpr int C = R * 4 <= MAX_SUMS ? 4 : 2;
     int columns = num_tiles * (TILE / LANES), first = 0;
-    for (; first + C <= columns; first += C) score_columns<T, R, C>(q, head_dim, tiles, first, scores);
+    for (; first + C <= columns; first += C) score_columns<T, R, C>(q, head_dim, tiles, next, first, scores);
     if constexpr (C == 4)
-        for (; first + 2 <= columns; first += 2) score_columns<T, R, 2>(q, head_dim, tiles, first, scores);
-    for (; first < columns; first++) score_columns<T, R, 1>(q, head_dim, tiles, first, scores);
+        for (; first + 2 <= columns; first += 2) score_columns<T, R, 2>(q, head_dim, tiles, next, first, scores);
+    for (; first < columns; first++) score_columns<T, R, 1>(q, head_dim, tiles, next, first, scores);
 }
 
 // Weighted values of R rows: out[r] = out[r] * keep[r] + (p[r] * values) * add[r], for the first `count` tokens.
 template <class T, int R, int C>
-OE_INLINE void weigh_columns(const typename T::Factor* p, const uint32_t* const* tiles, int count, int head_dim,
-                             int first, float* out, const float* keep, const float* add) {
+OE_INLINE void weigh_columns(const typename T::Factor* p, const uint32_t* const* tiles, const uint32_t* const* next,
+                             int count, int head_dim, int first, float* out, const float* keep, const float* add) {
     vf sum[R][C] = {};
     int token = 0;
     for (; token < count; token += TILE) {
-        const uint32_t* columns[C];
-        for (int c = 0; c < C; c++) columns[c] = tiles[token / TILE] + (first + c) * LANES;
+        const uint32_t *columns[C], *ahead[C];
+        for (int c = 0; c < C; c++) {
+            columns[c] = tiles[token / TILE] + (first + c) * LANES;
+            if (next) ahead[c] = next[token / TILE] + (first + c) * LANES;
+        }
         int steps = min_of(TILE, count - token) / T::PACKED;
-        multiply<T, P_STRIDE>(sum, p + token, columns, head_dim, steps);
+        multiply<T, P_STRIDE>(sum, p + token, columns, next ? ahead : nullptr, head_dim, steps);
     }
     if (count % T::PACKED) {
         // Half a unit: nobody may have written the other token's value, so it must not be multiplied.
@@ -120,17 +132,17 @@ OE_INLINE void weigh_columns(const typename T::Factor* p, const uint32_t* const*
 }
 
 template <class T, int R>
-static void weigh(const typename T::Factor* p, const uint32_t* const* tiles, int count, int head_dim, float* out,
-                  const float* keep, const float* add) {
+static void weigh(const typename T::Factor* p, const uint32_t* const* tiles, const uint32_t* const* next, int count,
+                  int head_dim, float* out, const float* keep, const float* add) {
     constexpr int C = R * 4 <= MAX_SUMS ? 4 : 2;
     int columns = head_dim / LANES, first = 0;
     for (; first + C <= columns; first += C)
-        weigh_columns<T, R, C>(p, tiles, count, head_dim, first, out, keep, add);
+        weigh_columns<T, R, C>(p, tiles, next, count, head_dim, first, out, keep, add);
     if constexpr (C == 4)
         for (; first + 2 <= columns; first += 2)
-            weigh_columns<T, R, 2>(p, tiles, count, head_dim, first, out, keep, add);
+            weigh_columns<T, R, 2>(p, tiles, next, count, head_dim, first, out, keep, add);
     for (; first < columns; first++)
-        weigh_columns<T, R, 1>(p, tiles, count, head_dim, first, out, keep, add);
+        weigh_columns<T, R, 1>(p, tiles, next, count, head_dim, first, out, keep, add);
 }
 
 // ---- softmax ----
@@ -195,12 +207,6 @@ struct Chunk {
     int count;  // keys
 };
 
-// Ask for tiles that will be read soon: the hardware does not foresee where the next one lies.
-OE_INLINE void fetch(const uint32_t* const* tiles, int count, int units) {
-    for (int i = 0; i < (count + TILE - 1) / TILE; i++)
-        for (int u = 0; u < units; u += 16) __builtin_prefetch(tiles[i] + u);
-}
-
 template <class T>
 struct Workspace {
     int* positions;         // [rows], of the queries
@@ -216,7 +222,7 @@ struct Masking {
     float scale, softcap;  // softcap 0: none
 };
 
-// Attend R rows from `row` on, and fetch the next chunk meanwhile.
+// Attend R rows from `row` on, and fetch the next chunk meanwhile, unless it is null.
 template <class T, int R>
 static void attend_rows(const Workspace<T>& ws, const Chunk& chunk, const Chunk* next, int row, int head_dim,
                         const Masking& masking) {
@@ -225,8 +231,7 @@ static void attend_rows(const Workspace<T>& ws, const Chunk& chunk, const Chunk*
     if (count <= 0 || (window && positions[0] - window + 1 >= chunk.base + chunk.count)) return;
     const int num_tiles = (count + TILE - 1) / TILE, width = num_tiles * TILE;
     const bool is_capped = masking.softcap != 0.0f;
-    if (next) fetch(next->keys, next->count, TILE * head_dim / T::PACKED);
-    score<T, R>(ws.q + (long)row * Q_STRIDE, head_dim, chunk.keys, num_tiles, ws.scores);
+    score<T, R>(ws.q + (long)row * Q_STRIDE, head_dim, chunk.keys, next ? next->keys : nullptr, num_tiles, ws.scores);
     float maxima[LANES], sums[LANES];
     for (int r = 0; r < R; r++) {
         float* scores = ws.scores + r * P_STRIDE;
@@ -236,13 +241,13 @@ static void attend_rows(const Workspace<T>& ws, const Chunk& chunk, const Chunk*
         const float scale = is_capped ? LOG2_E : LOG2_E * masking.scale;
         exponentiate(scores, ws.p + r * P_STRIDE, width, scale, maxima[r], sums[r]);
     }
-    if (next) fetch(next->values, next->count, TILE * head_dim / T::PACKED);
     vf keep, add;
     merge(ws.state, row, R, load(maxima), load(sums), keep, add);
     float keeps[LANES], adds[LANES];
     store(keeps, keep);
     store(adds, add);
-    weigh<T, R>(ws.p, chunk.values, count, head_dim, ws.state.values + (long)row * head_dim, keeps, adds);
+    weigh<T, R>(ws.p, chunk.values, next ? next->values : nullptr, count, head_dim,
+                ws.state.values + (long)row * head_dim, keeps, adds);
 }
 
 template <class T>

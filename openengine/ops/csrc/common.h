@@ -123,6 +123,10 @@ OE_INLINE void store(bf16* to, vf v) { store_as(to, narrow_bits(v)); }
 OE_INLINE void put(float* to, float x) { *to = x; }
 OE_INLINE void put(bf16* to, float x) { *to = narrow(x); }
 
+// Ask for the line at `at`, which will be read soon though not at once: into the second-level cache, which can wait for
+// more lines than the first.
+OE_INLINE void fetch(const void* at) { __builtin_prefetch(at, 0, 2); }
+
 // ---- across lanes ----
 
 // a > b ? a : b, so b if one is NaN; what the instruction does, though compilers do not see it.

@@ -128,7 +128,7 @@ OE_INLINE void rotate(const EncoderCall& call, int64_t token, float* x) {
 // Ask for what the next head reads of a row: the rows of one head lie too far apart for the hardware to foresee.
 template <class Stored>
 OE_INLINE void fetch_next(const Stored* x, int head_dim) {
-    for (int d = 0; d < head_dim; d += 64 / sizeof(Stored)) __builtin_prefetch(x + head_dim + d, 0, 2);
+    for (int d = 0; d < head_dim; d += 64 / sizeof(Stored)) fetch(x + head_dim + d);
 }
 
 // A head of one token, rotated if there are angles, with zeros up to whole vectors.

@@ -18,7 +18,7 @@ constexpr int FLOAT_ROWS = 10, INT8_ROWS = 6, MANY_ROWS = 8;
 #else
 constexpr int FLOAT_ROWS = 4, INT8_ROWS = 2, MANY_ROWS = 4;
 #endif
-constexpr int64_t NEAR = 2048;              // bytes to fetch ahead of a tile that reads weights from memory
+constexpr int64_t NEAR = 4096;              // bytes to fetch ahead of a tile that reads weights from memory
 constexpr int64_t BLOCK_BYTES = 1 << 20;    // of activations that stay in the second-level cache beside a panel
 constexpr int64_t SMALL = 65536;            // bytes of weights times rows: below, waking the threads costs more
 
@@ -152,8 +152,8 @@ void tile(const Product& p, const char* w, int64_t row, int64_t column, const ch
         typename D::Acc acc[ROWS][VECS] = {};
         const char* end = w + (left < D::RUN ? left : D::RUN) * ROW;
         for (; w != end; w += ROW, x += GROUP, ahead += ahead_step) {
-            __builtin_prefetch(ahead);
-            __builtin_prefetch(ahead + 64);
+            fetch(ahead);
+            fetch(ahead + 64);
             vi weights[VECS];
             for (int j = 0; j < VECS; j++) weights[j] = load_as<vi>(w + j * LANES * GROUP);
             for (int i = 0; i < ROWS; i++) {
