@@ -213,9 +213,10 @@ def test_the_sizes_of_a_model_are_those_of_its_tensors(checkpoint):
 
 def test_a_cliff_is_a_point_less_efficient_than_one_before_it():
     points = [
-        Point("rows", rows, 256, step_s, float(rows)) for rows, step_s in ((1, 3.0), (2, 4.0), (4, 8.8), (8, 24.0))
+        Point("rows", rows, 256, 0.01, 1e9, over_limit)
+        for rows, over_limit in ((1, 3.0), (2, 2.0), (4, 2.2), (8, 2.7), (16, 0.5), (32, 1.2), (64, 1.4))
     ]
-    assert [point.is_cliff for point in with_factors(points)] == [False, False, False, True]
+    assert [point.is_cliff for point in with_factors(points)] == [False, False, False, True, False, False, True]
 
 
 # ---- peers ---------------------------------------------------------------------------------------

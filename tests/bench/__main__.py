@@ -167,9 +167,7 @@ class _Runner:
                 curves.append(found)
                 _show(["", *report.growth_lines(found)])
         self._document["works"]["growth"] = [
-            {**dataclasses.asdict(point), "over_limit": point.over_limit, "is_cliff": point.is_cliff}
-            for points in curves
-            for point in points
+            {**dataclasses.asdict(point), "is_cliff": point.is_cliff} for points in curves for point in points
         ]
         if self._args.plot is not None and curves:
             report.save_plot(curves, self._args.plot)

@@ -21,10 +21,11 @@ from torch import Tensor
 
 import openengine
 
-__all__ = ["Machine", "environment", "measure"]
+__all__ = ["Machine", "ReadProbe", "environment", "measure"]
 
 _GEMM_SHAPES = ((1024, 2048, 2048), (2048, 1536, 1536))  # M, N, K
 _READ_BYTES = 512 << 20  # many times any cache
+_PROBE_BYTES = 128 << 20
 _BUDGET_S = 0.6  # for each way of each figure
 _PACKAGES = ("torch", "numpy", "tokenizers", "safetensors")
 
@@ -58,6 +59,19 @@ def measure(gemm_dtype: str, *, quick: bool = False) -> Machine:
     buffer = torch.ones(_READ_BYTES // (64 if quick else 1) // 4)
     read = max(buffer.nbytes / _least_s(reader, budget) for reader in _readers(buffer))
     return Machine(gemm_dtype, best, read)
+
+
+class ReadProbe:
+    """What the machine reads at the moment: on a shared host that may halve within a second."""
+
+    def __init__(self, *, quick: bool = False) -> None:
+        self._buffer = torch.ones(_PROBE_BYTES // (16 if quick else 1) // 4)
+
+    def rate(self) -> float:
+        """Bytes per second, of one pass of some milliseconds."""
+        start = time.perf_counter()
+        self._buffer.sum()
+        return self._buffer.nbytes / (time.perf_counter() - start)
 
 
 def environment(num_threads: int) -> dict[str, Any]:

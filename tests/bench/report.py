@@ -76,13 +76,13 @@ def arrivals_lines(result: Arrivals) -> Iterator[str]:
 
 def growth_lines(points: Sequence[Point]) -> Iterator[str]:
     longest = max(point.step_s for point in points)
-    yield f"{points[0].curve:<20}{'rows':>5}{'context':>9}{'step':>12}{'limit':>12}{'times':>7}{'factor':>8}"
+    yield f"{points[0].curve:<20}{'rows':>5}{'context':>9}{'step':>12}{'read':>11}{'over limit':>12}{'factor':>8}"
     for p in points:
         bar = "█" * max(1, round(_BAR * p.step_s / longest))
         cliff = f"  cliff: over {CLIFF}" if p.is_cliff else ""
         yield (
-            f"{'':<20}{p.rows:>5}{p.context:>9}{p.step_s * 1e3:>9.2f} ms{p.limit_s * 1e3:>9.2f} ms"
-            f"{p.over_limit:>7.2f}{p.factor:>8.2f}  {bar}{cliff}"
+            f"{'':<20}{p.rows:>5}{p.context:>9}{p.step_s * 1e3:>9.2f} ms{p.read_rate / 1e9:>6.1f} GB/s"
+            f"{p.over_limit:>12.2f}{p.factor:>8.2f}  {bar}{cliff}"
         )
 
 
@@ -121,7 +121,9 @@ def save_plot(curves: Sequence[Sequence[Point]], path: Path) -> None:
         by_rows = points[0].curve.startswith("rows")
         x = [point.rows if by_rows else point.context for point in points]
         axis.loglog(x, [point.step_s * 1e3 for point in points], "o-", base=2, label="measured")
-        axis.loglog(x, [point.limit_s * 1e3 for point in points], "--", base=2, label="bytes and operations")
+        axis.loglog(
+            x, [point.step_s / point.over_limit * 1e3 for point in points], "--", base=2, label="bytes and operations"
+        )
         axis.set(title=points[0].curve, xlabel="rows" if by_rows else "context", ylabel="ms per decode step")
         axis.legend()
     figure.tight_layout()
