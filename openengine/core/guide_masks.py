@@ -35,6 +35,7 @@ class StepMasks:
 
     def begin(self, sampled: Iterable[Sequence]) -> None:
         """Start on the masks of the outputs that will be sampled, in the order of their pairs."""
+        self._guides.note_step()
         if self._filling is not None:  # left by a forward pass that failed; how it ended is not this step's business
             wait([self._filling])
             self._filling = None

@@ -34,7 +34,7 @@ from openengine.core.guides.front_ends import add_guide, only_guide
 from openengine.core.guides.grammar import Grammar, GrammarTooLarge
 from openengine.core.guides.language import TooComplex
 from openengine.core.guides.state import GuideState
-from openengine.core.guides.work import CompileTimeout, Work
+from openengine.core.guides.work import CompileTimeout, Turns, Work
 from openengine.core.guides.workers import Workers
 from openengine.errors import InternalError, InvalidArgument, OpenEngineError, PreconditionFailed, UnsupportedFeature
 from openengine.types import GuidedDecoding, GuidedDecodingMode
@@ -111,7 +111,7 @@ class GuideCompiler:
         self._lock = threading.RLock()  # cancelling a compilation calls back
         self._futures: OrderedDict[GuidedDecoding, _Shared] = OrderedDict()
         self._workers = Workers(_NUM_WORKERS, name="openengine-guide", max_wait_s=timeout_s)
-        self._turn = threading.Lock()  # of the compilations, which run one at a time
+        self._turns = Turns()
         self._backend_lock = threading.Lock()
         self._backend: Backend | None = None
         self._fills_one_by_one = False
@@ -219,7 +219,7 @@ class GuideCompiler:
         with self._workers.time_limit(self.timeout_s, too_long):
             try:
                 grammar = Grammar(max_bytes=_LEAST_GRAMMAR_BYTES + _BYTES_PER_SOURCE_BYTE * num_bytes)
-                with Work(self.timeout_s, turn=self._turn) as work:
+                with Work(self.timeout_s, turns=self._turns) as work:
                     text = grammar.text(add_guide(grammar, guide, kind, work))
                 return CompiledGuide(guide, self, backend, text)
             except CompileTimeout:
@@ -241,6 +241,10 @@ class GuideCompiler:
             if self._backend is None:
                 self._backend = Backend(self.tokenizer, self.vocab_size, self._eos_token_ids)
             return self._backend
+
+    def note_step(self) -> None:
+        """A step begins, beside which compilations that take long shall not matter."""
+        self._turns.note_step()
 
     def fill_masks(self, states: Sequence[GuideState | None], out: np.ndarray) -> np.ndarray:
         """Write the legal tokens of each state into its row, in parallel.

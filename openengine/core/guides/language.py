@@ -116,10 +116,17 @@ class Language:
         return None
 
     def after(self, char: int, work: Work | None = None) -> Language:
-        """What may follow a first character `char`. Ticks `work` once for each part that it looks into."""
+        """What may follow a first character `char`. Ticks `work` once for each part that it looks into, and has it remember."""
         if work is not None:
             work.tick()
-        return _AFTER[self.kind](self, char, work)
+        if work is None or self.kind in ("chars", "text"):
+            return _AFTER[self.kind](self, char, work)
+        question = (self, char)
+        found = work.known.get(question)
+        if found is None:
+            found = _AFTER[self.kind](self, char, work)
+            work.remember(question, found, found.size)
+        return found
 
 
 # ---- construction ----------------------------------------------------------------------------------

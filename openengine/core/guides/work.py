@@ -5,15 +5,23 @@ Owns the clocks of both; does not own what happens when a time is up. Whatever t
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from typing import Any
 
-__all__ = ["CompileTimeout", "StepTime", "Work"]
+__all__ = ["CompileTimeout", "StepTime", "Turns", "Work"]
 
 _TICKS_PER_LOOK = 32
+_MAX_KNOWN_SIZE = 500_000  # parts: some tens of megabytes
 _LONGEST_TURN_S = 0.0005  # so long an engine step waits for the interpreter, some ten times
 _PAUSE_S = 0.00005  # enough for a waiting thread to take over
+
+# Nearly all guides compile within milliseconds. One that takes long is in no hurry: beside steps it takes a turn now and then.
+_LONG_S = 0.25
+_REST_S = 0.002
+_STEPPING_S = 0.25  # so long after a step another may be under way
 
 # Every request of a batch waits for the slowest guide. One with 900 optional members over 262,144 tokens takes 2 ms a
 # token, and up to 20 ms for some; what exceeds these limits is a grammar whose text so far has ever more readings.
@@ -25,23 +33,58 @@ class CompileTimeout(Exception):
     """The guide's time is up."""
 
 
+class Turns:
+    """Who of several compilations runs Python: one at a time, for a step has to wait for each that wants the interpreter.
+
+    Those that have taken long leave it to others most of the time while there are steps. Safe to use from many threads.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self._taken = threading.Lock()
+        self._rest_until = self._stepping_until = -math.inf
+
+    def note_step(self) -> None:
+        """A step begins: outputs are being made."""
+        self._stepping_until = self.clock() + _STEPPING_S
+
+    def take(self, deadline: float, *, is_long: bool) -> bool:
+        """Wait for a turn; returns whether it came in time."""
+        while self._taken.acquire(timeout=max(0.0, deadline - self.clock())):
+            rest_s = self._rest_until - self.clock() if is_long else 0.0
+            if rest_s <= 0.0:
+                return True
+            self._taken.release()
+            time.sleep(rest_s)
+        return False
+
+    def end(self, *, is_long: bool) -> None:
+        """Give the turn back, which is taken."""
+        now = self.clock()
+        if is_long and now < self._stepping_until:
+            self._rest_until = now + _REST_S
+        self._taken.release()
+
+
 class Work:
     """Counts steps of one compilation. Owned by the thread that compiles.
 
-    turn: what the one compilation holds that runs Python, for a step would have to wait for each that wants the interpreter;
-    within a `with` it is taken by turns. That is for workers alone: an interrupt, which reaches the main thread, might come
-    between the two steps of entering and leave it taken.
+    turns: where a turn is taken within a `with`. That is for workers alone: an interrupt, which reaches the main thread, might
+    come between the two steps of entering and leave it taken.
     """
 
     def __init__(
-        self, timeout_s: float, clock: Callable[[], float] = time.monotonic, *, turn: threading.Lock | None = None
+        self, timeout_s: float, clock: Callable[[], float] = time.monotonic, *, turns: Turns | None = None
     ) -> None:
         self._clock = clock
-        self._turn = turn
+        self._turns = turns
         self._deadline = clock() + timeout_s
         self._turn_began = clock()
+        self._spent_s = 0.0  # in turns that are over
         self._ticks = 0
         self._has_turn = False
+        self.known: dict[Hashable, Any] = {}
+        self._known_size = 0
 
     def __enter__(self) -> Work:
         self._take_turn()
@@ -57,6 +100,14 @@ class Work:
             self._ticks = 0
             self.take_turns()
 
+    def remember(self, question: Hashable, answer: Any, size: int) -> None:
+        """Keep an answer of so many parts in `known` for a while: much of a compilation is the same questions again."""
+        self._known_size += size
+        if self._known_size > _MAX_KNOWN_SIZE:
+            self.known.clear()
+            self._known_size = size
+        self.known[question] = answer
+
     def take_turns(self) -> None:
         """Let other threads run, if this one had the interpreter for long. Raises CompileTimeout when the time is up."""
         now = self._clock()
@@ -68,16 +119,17 @@ class Work:
             self._take_turn()
 
     def _take_turn(self) -> None:
-        if self._turn is not None:
-            self._has_turn = self._turn.acquire(timeout=max(0.0, self._deadline - self._clock()))
+        if self._turns is not None:
+            self._has_turn = self._turns.take(self._deadline, is_long=self._spent_s > _LONG_S)
             if not self._has_turn:
                 raise CompileTimeout
         self._turn_began = self._clock()
 
     def _end_turn(self) -> None:
+        self._spent_s += self._clock() - self._turn_began
         if self._has_turn:
             self._has_turn = False
-            self._turn.release()
+            self._turns.end(is_long=self._spent_s > _LONG_S)
 
 
 class StepTime:
