@@ -15,7 +15,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from openengine.ops import large_pages
 from openengine.ops.activation import NATIVE_ACTIVATIONS
 from openengine.ops.native import NativeLibrary
 from openengine.ops.quantize import INT8_RUN
@@ -70,7 +69,7 @@ class NativeWeights:
         self.int8 = int8
         num_panels = -(-out_features // _PANEL)
         num_groups = -(-in_features * self.item_bytes // _GROUP_BYTES)
-        weights = large_pages.zeros(num_panels * num_groups * _PANEL * _GROUP_BYTES)
+        weights = torch.zeros(num_panels * num_groups * _PANEL * _GROUP_BYTES, dtype=torch.uint8)
         num_padded = num_panels * _PANEL
         biases = torch.zeros(num_padded)
         scales = torch.zeros(num_padded if int8 else 0)

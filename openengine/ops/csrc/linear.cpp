@@ -152,8 +152,13 @@ void tile(const Product& p, const char* w, int64_t row, int64_t column, const ch
         typename D::Acc acc[ROWS][VECS] = {};
         const char* end = w + (left < D::RUN ? left : D::RUN) * ROW;
         for (; w != end; w += ROW, x += GROUP, ahead += ahead_step) {
-            fetch(ahead);
-            fetch(ahead + 64);
+            if (ahead_step * 2 >= ROW) {  // what limits is memory
+                fetch(ahead);
+                fetch(ahead + 64);
+            } else {
+                __builtin_prefetch(ahead);
+                __builtin_prefetch(ahead + 64);
+            }
             vi weights[VECS];
             for (int j = 0; j < VECS; j++) weights[j] = load_as<vi>(w + j * LANES * GROUP);
             for (int i = 0; i < ROWS; i++) {
