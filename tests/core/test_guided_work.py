@@ -103,6 +103,8 @@ def test_who_has_not_taken_long_waits_for_nobody_s_rest(now):
         assert turns.take(1.0, is_long=is_long)
         turns.end(is_long=is_long)
         assert now[0] - began == pytest.approx(rest_s)
+    assert not turns.take(now[0] + 0.001, is_long=True), "the rest takes longer than there is time"
+    assert turns.take(now[0] + 0.001, is_long=False)
 
 
 def test_answers_are_remembered_up_to_a_size():

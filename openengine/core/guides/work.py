@@ -50,7 +50,7 @@ class Turns:
 
     def take(self, deadline: float, *, is_long: bool) -> bool:
         """Wait for a turn; returns whether it came in time."""
-        while self._taken.acquire(timeout=max(0.0, deadline - self.clock())):
+        while (left_s := deadline - self.clock()) > 0.0 and self._taken.acquire(timeout=left_s):
             rest_s = self._rest_until - self.clock() if is_long else 0.0
             if rest_s <= 0.0:
                 return True
