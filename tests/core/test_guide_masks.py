@@ -15,6 +15,10 @@ class Guides:
     """Fails for the state "broken", and allows every token else."""
 
     vocab_size = 40
+    num_steps = 0
+
+    def note_step(self):
+        self.num_steps += 1
 
     def fill_masks(self, states, out):
         if "broken" in states:
@@ -28,7 +32,8 @@ def sampled(*states):
 
 
 def test_masks_that_failed_fail_their_own_step_only():
-    masks = StepMasks(Guides(), max_rows=4, device=torch.device("cpu"))
+    guides = Guides()
+    masks = StepMasks(guides, max_rows=4, device=torch.device("cpu"))
     masks.begin(sampled("broken"))
     with pytest.raises(RuntimeError, match="broken"):
         masks.finish()
@@ -38,4 +43,4 @@ def test_masks_that_failed_fail_their_own_step_only():
     assert mask.pairs.tolist() == [1] and mask.bits.tolist() == [[-1, -1]]
     masks.begin(sampled("broken"))
     masks.begin(sampled(None))
-    assert masks.finish() is None
+    assert masks.finish() is None and guides.num_steps == 5, "steps without guides count too"

@@ -19,7 +19,8 @@ from guided_tools import byte_compiler, legal_tokens
 
 from openengine.core.guides.compiler import GuideCompiler
 from openengine.core.guides.grammar import Grammar
-from openengine.errors import InternalError, InvalidArgument, PreconditionFailed, UnsupportedFeature
+from openengine.core.guides.work import Work
+from openengine.errors import InternalError, InvalidArgument, Overloaded, PreconditionFailed, UnsupportedFeature
 from openengine.types import GuidedDecoding, JsonObjectConstraint
 from tests.guided_cases import choice, regex
 
@@ -283,4 +284,38 @@ def test_a_pathological_guide_is_compiled_or_refused_in_time_while_others_go_on(
         time.sleep(0.001)
     assert time.monotonic() - began < 15
     assert outcome and longest_step_s < 2
+    compiler.close()
+
+
+def test_a_guide_that_was_given_up_keeps_nobody_from_compiling(tmp_path, monkeypatch):
+    compiler = byte_compiler(tmp_path, timeout_s=0.5)
+    compiler.compile(regex("warm"))
+    may_end = threading.Event()
+    text = Grammar.text
+
+    def endless(self, start):
+        if threading.current_thread() is not stuck.get("thread", threading.current_thread()):
+            return text(self, start)
+        stuck["thread"] = threading.current_thread()
+        may_end.wait(30)  # without a look at the clock
+        return text(self, start)
+
+    stuck: dict[str, threading.Thread] = {}
+    monkeypatch.setattr(Grammar, "text", endless)
+    with pytest.raises(InvalidArgument, match="takes longer than guide_timeout_s 0.5"):
+        compiler.compile(regex("never"))
+    try:
+        for index in range(3):
+            assert compiler.compile(choice("yes", f"no {index}")).accepts("yes")
+    finally:
+        may_end.set()
+        compiler.close()
+
+
+def test_a_guide_that_waited_for_others_may_be_tried_again(tmp_path):
+    compiler = byte_compiler(tmp_path, timeout_s=0.5)
+    compiler.compile(regex("warm"))
+    with Work(30, turns=compiler._turns), pytest.raises(Overloaded, match="of which it waited 0.[45] s for requests"):
+        compiler.compile(choice("yes", "no"))
+    assert compiler.compile(choice("yes", "no")).accepts("no")
     compiler.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -55,6 +56,7 @@ GRAMMARS: dict[str, tuple[str, list[str], list[str]]] = {
     "a_bound_above_alone": ('root ::= "b" "a"{,2} "."', ["b.", "baa."], ["baaa.", "."]),
     "bounds": ("root ::= [0-9]{2,3} (\",\" [0-9]{2})*", ["12", "123,45,67"], ["1", "1234", "12,3"]),
     "several_lines_and_notes": ('root ::= # begins here\n  "a"\n  | b # or this\n\nb ::= (\n "b"\n "c"?\n)', ["a", "b", "bc"], ["ab"]),
+    "rules_in_notes": ("root ::= x # a ::= b\nx ::= \"a\" | ( y # ::= \n)\ny ::= \"b\" # ::= (", ["a", "b"], ["ab", ""]),
     "json": (
         r'''root ::= object
             value ::= object | array | string | [0-9]+ ("." [0-9]+)? ws | ("true" | "null") ws
@@ -95,6 +97,18 @@ def test_a_grammar_of_circles_compiles_at_once(tmp_path, name):
     compiler = byte_compiler(tmp_path, timeout_s=2)
     assert compiler.compile(GuidedDecoding(ebnf_grammar=GRAMMARS[name][0])).accepts(GRAMMARS[name][1][0])
     compiler.close()
+
+
+@pytest.mark.parametrize(
+    "filler", ["#" * 400_000, "#\n" * 200_000, " " * 400_000, "\n" * 400_000, "# ::=" + " " * 400_000]
+)
+def test_gde_07_long_notes_and_spaces_are_read_at_once(filler):
+    began = time.thread_time()
+    rules = parse_gbnf(f'root ::= item\n{filler}\nitem ::= "a" {filler}\n "b"')
+    assert set(rules) == {"root", "item"}
+    with pytest.raises(InvalidArgument, match="a repetition is written"):
+        parse_gbnf('root ::= "a"{' + " " * 400_000)
+    assert time.thread_time() - began < 5
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ def test_g8_numbers_keep_to_exact_bounds():
             rng.choice([None, None, True, False]), None, frozenset(value() for _ in range(rng.choice([0, 0, 1]))),
         )  # fmt: skip
         bounds = replace(wanted, is_integer=None, excluded=frozenset())
-        language = number_texts(wanted)
+        language = number_texts(wanted, work())
         for _ in range(30):
             near = rng.choice([bound for bound in (low, high, *wanted.excluded) if bound is not None] or [Fraction(0)])
             number = rng.choice([value(), near, near + Fraction(rng.randint(-2, 2), rng.choice([1, 10, 100]))])
@@ -151,7 +151,7 @@ def test_digits_that_left_the_bounds_are_no_beginning_of_a_number():
     ]
     for low, high, is_open in bounds:
         exact = [None if bound is None else Fraction(bound) for bound in (low, high)]
-        language = number_texts(NumberRange(exact[0], is_open, exact[1], is_open))
+        language = number_texts(NumberRange(exact[0], is_open, exact[1], is_open), work())
         for _ in range(40):
             text = f"{rng.choice(['', '-'])}{rng.choice(['0', str(rng.randint(1, 99))])}.{rng.randint(0, 999)}"
             for size in range(1, len(text) + 1):
@@ -166,8 +166,8 @@ def test_digits_that_left_the_bounds_are_no_beginning_of_a_number():
 
 
 def test_a_number_that_a_float_would_round_onto_an_open_bound_is_left_out():
-    below_five = number_texts(NumberRange(high=Fraction(5), high_open=True))
+    below_five = number_texts(NumberRange(high=Fraction(5), high_open=True), work())
     assert matches(below_five, "4.99999999") and not matches(below_five, "4.99999999999999999999")
-    not_whole = number_texts(NumberRange(is_integer=False))
+    not_whole = number_texts(NumberRange(is_integer=False), work())
     assert matches(not_whole, "0.30000000000000004") and not matches(not_whole, "55.00000000000000000001")
     assert not matches(not_whole, "5.0") and not matches(not_whole, "5e3") and matches(not_whole, "1.5e-07")

@@ -206,6 +206,8 @@ DRAFT_4 = "http://json-schema.org/draft-04/schema#"
 REFUSED: dict[str, tuple[Any, str, str]] = {
     "g10_a_pointer_without_hash": ({"$ref": "/$defs/Name", "$defs": {"Name": {}}}, "/$ref", "$ref"),
     "g10_a_remote_reference": ({"properties": {"a": {"$ref": "https://example.com/s.json"}}}, "/properties/a/$ref", "$ref"),
+    "a_reference_that_is_no_uri": ({"$id": "http://a]/", "$ref": "#/x"}, "/$ref", "$ref"),
+    "more_items_than_any_text_has": ({"type": "array", "minItems": 10**30}, "", "minItems"),
     "a_reference_to_nothing": ({"$ref": "#/$defs/x"}, "/$ref", "$ref"),
     "a_reference_in_circles": ({"$ref": "#"}, "/$ref", "$ref"),
     "g16_a_pattern_that_cannot_be_meant": ({"properties": {"a": {"pattern": "a\\b"}}}, "/properties/a/pattern", "pattern"),
@@ -283,6 +285,36 @@ def test_gde_07_what_cannot_be_exact_is_refused_with_pointer_and_keyword(compile
         compiled(compiler, schema)
     assert caught.value.details == {"pointer": pointer, "keyword": keyword}
     assert keyword in caught.value.message or keyword == "false"
+
+
+@pytest.mark.parametrize("size", [1 << 30, 2**31 - 1, 2**53 - 1, 10**30])
+def test_a_size_that_no_text_has_decides_by_itself(compiler, size):
+    texts = ['"a"', "[1]", '{"a": 1}', "true"]
+
+    def accepted(schema):
+        guide = compiled(compiler, schema)
+        return [text for text in texts if guide.accepts(text)]
+
+    for index, (keyword, kind) in enumerate((("Length", "string"), ("Items", "array"), ("Properties", "object"))):
+        others = [text for text in texts if text != texts[index]]
+        assert accepted({f"max{keyword}": size}) == texts
+        assert accepted({f"min{keyword}": size}) == others
+        assert accepted({"not": {"type": kind, f"max{keyword}": size}}) == others
+    assert accepted({"contains": {"type": "integer"}, "maxContains": size, "type": "array"}) == ["[1]"]
+
+
+@pytest.mark.parametrize("step", [10**290, 10**300, 10**310])
+def test_multiples_of_a_huge_step_are_a_typed_matter(compiler, step):
+    try:
+        guide = compiled(compiler, {"type": ["number", "null"], "multipleOf": step})
+    except InvalidArgument:
+        return
+    assert (
+        guide.accepts("0")
+        and guide.accepts(str(3 * step))
+        and not guide.accepts(str(step // 10))
+        and not guide.accepts("1e+17")
+    )
 
 
 @pytest.mark.parametrize(

@@ -58,53 +58,81 @@ def test_of_several_compilations_one_runs_at_a_time_and_all_get_on():
 
 def test_who_gets_no_turn_in_time_is_out_of_time_and_leaves_the_turn_to_others():
     turns = Turns()
-    with Work(30.0, turns=turns), ThreadPoolExecutor(1) as pool, pytest.raises(CompileTimeout):
-        pool.submit(lambda: Work(0.05, turns=turns).__enter__()).result(10)
+    with Work(30.0, turns=turns), ThreadPoolExecutor(1) as pool:
+        late = Work(0.3, turns=turns)
+        with pytest.raises(CompileTimeout):
+            pool.submit(late.__enter__).result(10)
+        assert late.waited_s > 0.05
     for _ in range(2):
-        with Work(0.05, turns=turns):
-            assert not turns.take(turns.clock() + 0.001, is_long=False)
+        with Work(30.0, turns=turns) as work:
+            assert not turns.take(Work(0.001, turns=turns))
+        assert work.waited_s < 0.05
 
 
-@pytest.fixture
-def now(monkeypatch):
-    """A clock that only work and sleep move: seconds in a list of one."""
+def test_a_turn_is_nobody_s_once_the_time_of_its_holder_is_up():
+    turns = Turns()
+    with ThreadPoolExecutor(1) as pool, Work(0.1, turns=turns) as given_up:  # which never looks at the clock
+
+        def compile_something():
+            with Work(30.0, turns=turns) as work:
+                assert 0.05 < work.waited_s < 10
+                turns.end(given_up)  # it is over for long
+                assert not turns.take(Work(0.001, turns=turns))
+            return True
+
+        assert pool.submit(compile_something).result(20)
+        with pytest.raises(CompileTimeout):
+            given_up.take_turns()
+    with Work(30.0, turns=turns) as work:
+        assert work.waited_s < 1
+
+
+def test_where_the_stack_ends_the_turn_is_not_lost():
+    turns = Turns(lambda: now[0])
     now = [0.0]
 
-    def sleep(seconds):
-        now[0] += seconds
+    def descend(work):
+        now[0] += 0.001
+        work.take_turns()
+        descend(work)
 
-    monkeypatch.setattr("openengine.core.guides.work.time", SimpleNamespace(sleep=sleep))
-    return now
+    for _ in range(20):
+        with pytest.raises(RecursionError), Work(1e9, turns.clock, turns=turns) as work:
+            descend(work)
+    assert turns._holder is None
 
 
-def test_who_takes_long_rests_beside_steps(now):
-    turns = Turns(lambda: now[0])
-
-    def seconds(num_turns, *, steps):
-        began = now[0]
-        with Work(30.0, turns.clock, turns=turns) as work:
-            for _ in range(num_turns):
+def test_who_takes_long_rests_beside_steps():
+    def waited_s(spent_s, *, steps):
+        turns = Turns()
+        with Work(30.0, turns=turns) as work:
+            work._spent_s = spent_s
+            for _ in range(50):
                 if steps:
                     turns.note_step()
-                now[0] += 0.001
+                time.sleep(0.0006)
                 work.take_turns()
-        return now[0] - began
+        return work.waited_s
 
-    assert seconds(1000, steps=False) < 1.1
-    assert seconds(200, steps=True) < 0.22
-    assert 3.0 < seconds(1200, steps=True) < 3.5, "a millisecond in three once it has taken a quarter of a second"
+    waited = {(spent_s, steps): waited_s(spent_s, steps=steps) for spent_s in (0.0, 1.0) for steps in (False, True)}
+    assert waited[1.0, True] >= 50 * 0.0003  # rests begin before the pause that lets others through
+    assert max(waited[0.0, False], waited[0.0, True], waited[1.0, False]) < waited[1.0, True] / 2
 
 
-def test_who_has_not_taken_long_waits_for_nobody_s_rest(now):
-    turns = Turns(lambda: now[0])
+def test_who_has_not_taken_long_waits_for_nobody_s_rest():
+    turns = Turns()
+    quick, long = Work(10, turns=turns), Work(10, turns=turns)
+    long._spent_s = 1.0
     turns.note_step()
-    for is_long, rest_s in ((True, 0.0), (False, 0.0), (True, 0.002), (True, 0.002)):
-        began = now[0]
-        assert turns.take(1.0, is_long=is_long)
-        turns.end(is_long=is_long)
-        assert now[0] - began == pytest.approx(rest_s)
-    assert not turns.take(now[0] + 0.001, is_long=True), "the rest takes longer than there is time"
-    assert turns.take(now[0] + 0.001, is_long=False)
+    for _ in range(50):
+        assert turns.take(long)
+        turns.end(long)
+        ended = time.monotonic()
+        assert turns.take(quick)
+        turns.end(quick)
+        assert turns.take(long) and time.monotonic() - ended >= 0.0004
+        turns.end(long)
+    assert long.waited_s == quick.waited_s == 0.0
 
 
 def test_answers_are_remembered_up_to_a_size():

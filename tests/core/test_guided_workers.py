@@ -21,7 +21,7 @@ def release():
 
 
 def stuck(workers: Workers, release: threading.Event, seconds: float = 0.02) -> None:
-    with workers.time_limit(seconds, InvalidArgument("too long")):
+    with workers.time_limit(seconds, lambda: InvalidArgument("too long")):
         release.wait(30)
 
 

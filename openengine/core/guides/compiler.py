@@ -36,7 +36,14 @@ from openengine.core.guides.language import TooComplex
 from openengine.core.guides.state import GuideState
 from openengine.core.guides.work import CompileTimeout, Turns, Work
 from openengine.core.guides.workers import Workers
-from openengine.errors import InternalError, InvalidArgument, OpenEngineError, PreconditionFailed, UnsupportedFeature
+from openengine.errors import (
+    InternalError,
+    InvalidArgument,
+    OpenEngineError,
+    Overloaded,
+    PreconditionFailed,
+    UnsupportedFeature,
+)
 from openengine.types import GuidedDecoding, GuidedDecodingMode
 
 __all__ = ["GuideCompiler", "NoGuides", "guide_compiler"]
@@ -174,7 +181,7 @@ class GuideCompiler:
         """
 
         def call() -> Any:
-            with self._workers.time_limit(self.timeout_s, self._too_long("guide")):
+            with self._workers.time_limit(self.timeout_s, lambda: self._too_long("guide")):
                 return function(*args)
 
         self._check_process()
@@ -183,6 +190,14 @@ class GuideCompiler:
     def _too_long(self, what: str) -> InvalidArgument:
         return InvalidArgument(
             f"the {what} takes longer than guide_timeout_s {self.timeout_s:g} to compile; simplify it or raise the limit"
+        )
+
+    def _out_of_time(self, what: str, work: Work) -> InvalidArgument | Overloaded:
+        if (waited_s := work.waited_s) < self.timeout_s / 2:
+            return self._too_long(what)
+        return Overloaded(
+            f"the {what} is not compiled after guide_timeout_s {self.timeout_s:g}, of which it waited {waited_s:.1f} s for "
+            "requests and other guides; try again later, or raise the limit"
         )
 
     def _check_process(self) -> None:
@@ -215,15 +230,15 @@ class GuideCompiler:
     def _compile(self, guide: GuidedDecoding, kind: str, num_bytes: int) -> CompiledGuide:
         backend = self._shared_backend()  # made once, and not of this guide's time
         what = f"{kind.replace('_', ' ')} guide"
-        too_long = self._too_long(what)
-        with self._workers.time_limit(self.timeout_s, too_long):
+        work = Work(self.timeout_s, turns=self._turns)
+        with self._workers.time_limit(self.timeout_s, lambda: self._out_of_time(what, work)):
             try:
                 grammar = Grammar(max_bytes=_LEAST_GRAMMAR_BYTES + _BYTES_PER_SOURCE_BYTE * num_bytes)
-                with Work(self.timeout_s, turns=self._turns) as work:
+                with work:
                     text = grammar.text(add_guide(grammar, guide, kind, work))
                 return CompiledGuide(guide, self, backend, text)
             except CompileTimeout:
-                raise too_long from None
+                raise self._out_of_time(what, work) from None
             except (GrammarTooLarge, TooComplex, RecursionError, MemoryError):
                 raise InvalidArgument(
                     f"the {what} is too complex: it is nested too deeply, has too many alternatives, asks for too many "

@@ -21,10 +21,9 @@ __all__ = ["add_gbnf", "parse_gbnf"]
 
 _MAX_DEPTH = 100
 _MAX_REPEAT = 10_000
-_SPACE = re.compile(r"(?:\s|#[^\n]*)*")
+_SPACE = re.compile(r"\s+|#[^\n]*")  # a piece of it
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
-_DEFINES = re.compile(r"(?:\s|#[^\n]*)*::=")
-_COUNT = re.compile(r"\{\s*([0-9]{0,9})\s*(?:(,)\s*([0-9]{0,9})\s*)?\}")
+_COUNT = re.compile(r"\{\s*(?:([0-9]{1,9})\s*)?(?:(,)\s*(?:([0-9]{1,9})\s*)?)?\}")
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "0": "\0", **{char: char for char in "\\\"'[]-^/"}}
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 
@@ -82,7 +81,7 @@ class _Parser:
         self._skip()
         while self._peek() not in ("", "|", ")"):
             name = _NAME.match(self._text, self._at)
-            if name is not None and _DEFINES.match(self._text, name.end()):
+            if name is not None and self._text.startswith("::=", self._after_space(name.end())):
                 break  # the next rule
             parts.append(self._repeated())
             self._skip()
@@ -190,7 +189,12 @@ class _Parser:
         return chr(code)
 
     def _skip(self) -> None:
-        self._at = _SPACE.match(self._text, self._at).end()
+        self._at = self._after_space(self._at)
+
+    def _after_space(self, at: int) -> int:
+        while piece := _SPACE.match(self._text, at):
+            at = piece.end()
+        return at
 
     def _peek(self) -> str:
         return self._text[self._at : self._at + 1]

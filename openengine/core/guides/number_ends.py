@@ -35,13 +35,13 @@ NUMBER_GOES_ON = chars((ord(char),) * 2 for char in "0123456789.eE")
 """What any number may go on with."""
 
 
-def number_language(shapes: Iterable[Shape]) -> Language | None:
+def number_language(shapes: Iterable[Shape], work: Work) -> Language | None:
     """The texts of the numbers among `shapes`; None where they are no regular language."""
     found: list[Language] = []
     for shape in shapes:
         if isinstance(shape, NumberShape):
             try:
-                found.append(number_texts(shape.range))
+                found.append(number_texts(shape.range, work))
             except NotRegular:
                 return None
         elif isinstance(shape, Values) and shape.kind == "number":

@@ -26,9 +26,11 @@ from openengine.core.guides.language import (
     repeat,
     union,
 )
+from openengine.core.guides.work import Work
 
 __all__ = [
     "LARGE_EXPONENT",
+    "MAX_EXPONENT",
     "SMALL_EXPONENT",
     "NotRegular",
     "NumberRange",
@@ -60,10 +62,11 @@ _PLAIN = concat(_NATURAL, repeat(_FRACTION, 0, 1))
 _MANTISSA = concat(_NONZERO, repeat(_FRACTION, 0, 1))
 _WHOLE = concat(_NATURAL, repeat(concat(literal("."), repeat(literal("0"), 1, None)), 0, 1))
 
-_MAX_EXPONENT, _MIN_EXPONENT = 308, -324
+MAX_EXPONENT, _MIN_EXPONENT = 308, -324
 _FLOAT_DIGITS = 15
 _TINY = Fraction(1, 10**300)
 _MAX_LISTED = 4096
+_TICKS_PER_TEXTS = 32  # of a number that is left out
 _MAX_SPELLED = 16  # a range of more integers is shorter by its digits
 
 
@@ -156,7 +159,7 @@ class NumberRange:
         return self.low > self.high or (self.low == self.high and not self.contains(self.low))
 
 
-def number_texts(wanted: NumberRange) -> Language:
+def number_texts(wanted: NumberRange, work: Work) -> Language:
     """The texts of the numbers in `wanted`; EMPTY when there are none.
 
     Raises NotRegular where they are multiples, and more than a few.
@@ -165,7 +168,7 @@ def number_texts(wanted: NumberRange) -> Language:
     if values is not None:
         return union(*(texts_of(value) for value in values))
     if wanted.multiple_of is None or (wanted.is_integer and wanted.multiple_of.numerator == 1):
-        return texts_within(replace(wanted, multiple_of=None))
+        return texts_within(replace(wanted, multiple_of=None), work)
     raise NotRegular
 
 
@@ -175,7 +178,7 @@ def listed_texts(wanted: NumberRange) -> Language | None:
     return None if values is None else union(*(texts_of(value) for value in values))
 
 
-def texts_within(wanted: NumberRange) -> Language:
+def texts_within(wanted: NumberRange, work: Work) -> Language:
     """The texts of the numbers in `wanted`, whether they are multiples or not.
 
     Multiples are told apart as they are: nothing near a bound or an excluded number is left out.
@@ -191,9 +194,11 @@ def texts_within(wanted: NumberRange) -> Language:
         result = intersect(result, complement(concat(_SIGN, _WHOLE)))
     elif wanted.is_integer is False:
         result = intersect(result, concat(_SIGN, union(_not_whole(), concat(_MANTISSA, exponents(high=0)))))
+    others = []
     for value in sorted(filter(replace(wanted, excluded=frozenset()).contains, wanted.excluded)):
-        result = intersect(result, complement(_texts_equal(value) if is_exact else _texts_near(value, _gap(value))))
-    return result
+        work.tick(_TICKS_PER_TEXTS)
+        others.append(complement(_texts_equal(value) if is_exact else _texts_near(value, _gap(value))))
+    return intersect(result, *others)
 
 
 def _gap(value: Fraction) -> Fraction:
@@ -347,11 +352,11 @@ def _scientific(bound: Fraction = Fraction(0), *, strictly: bool = False) -> Lan
     return union(above, concat(enough, exponents(low=exponent, high=exponent)))
 
 
-def exponents(*, low: int = _MIN_EXPONENT, high: int = _MAX_EXPONENT) -> Language:
+def exponents(*, low: int = _MIN_EXPONENT, high: int = MAX_EXPONENT) -> Language:
     """`e+16` and the like, for the exponents of floats between `low` and `high`."""
     numbers = [
         n
-        for n in range(max(low, _MIN_EXPONENT), min(high, _MAX_EXPONENT) + 1)
+        for n in range(max(low, _MIN_EXPONENT), min(high, MAX_EXPONENT) + 1)
         if n >= LARGE_EXPONENT or n <= SMALL_EXPONENT
     ]
     return union(*(_run(sign, sorted(abs(n) for n in numbers if (n < 0) is (sign == "-"))) for sign in "+-"))

@@ -257,7 +257,7 @@ class _Writer:
                 strings.append(shape.language)
             elif isinstance(shape, NumberShape):
                 try:
-                    numbers.append(number_texts(shape.range))
+                    numbers.append(number_texts(shape.range, self._solver.work))
                 except NotRegular:
                     alternatives.append(self._multiples(shape.range))
             elif isinstance(shape, Values) and shape.kind == "string":

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 __all__ = ["Rule", "rules_of"]
 
 
+_MORE_THAN_ANY = 1 << 30  # characters, items or members: more than any text that a model writes, or anybody reads, has
+
 _Apply: TypeAlias = "Callable[[ShapeSolver, Any, Schema, bool], Iterable[State]]"
 """What a rule makes of a state, where the schema holds or does not."""
 
@@ -226,6 +228,17 @@ def _multiple_of(solver: ShapeSolver, state: NumberShape, schema: Schema, holds:
     return [NumberShape(state.range.with_multiple(step, schema.at("multipleOf")))]
 
 
+def _of_size(keyword: str, apply: _Apply) -> _Apply:
+    """The rule of a bound for a size, where it is one that texts can have."""
+
+    def rule(solver: ShapeSolver, state: State, schema: Schema, holds: bool) -> Iterable[State]:
+        if schema.content[keyword] < _MORE_THAN_ANY:
+            return apply(solver, state, schema, holds)
+        return [state] if holds is keyword.startswith("max") else []
+
+    return rule
+
+
 def _within(state: StringShape, language: Language, holds: bool) -> list[State]:
     return [StringShape(intersect(state.language, language if holds else complement(language)))]
 
@@ -314,6 +327,8 @@ def _contains(solver: ShapeSolver, state: ArrayShape, schema: Schema, holds: boo
     low, high = schema.content.get("minContains", 1), schema.content.get("maxContains")
     if solver.document.is_legacy:
         low, high = 1, None
+    if high is not None and high >= _MORE_THAN_ANY:
+        high = None
     goal, others = solver.goal(Demand(part, True)), solver.goal(Demand(part, False))
     bounds = [(low, high)] if holds else [(0, low - 1), (None if high is None else high + 1, None)]
     found: list[State] = []
@@ -340,19 +355,19 @@ _RULES = (
     Rule(("exclusiveMinimum",), "number", _bound("exclusiveMinimum", is_low=True, is_open=True)),
     Rule(("exclusiveMaximum",), "number", _bound("exclusiveMaximum", is_low=False, is_open=True)),
     Rule(("multipleOf",), "number", _multiple_of),
-    Rule(("minLength",), "string", _min_length),
-    Rule(("maxLength",), "string", _max_length),
+    Rule(("minLength",), "string", _of_size("minLength", _min_length)),
+    Rule(("maxLength",), "string", _of_size("maxLength", _max_length)),
     Rule(("pattern",), "string", _pattern),
     Rule(("format",), "string", _format),
     Rule(("prefixItems", "items", "additionalItems"), "array", _items),
-    Rule(("minItems",), "array", _min_items),
-    Rule(("maxItems",), "array", _max_items),
+    Rule(("minItems",), "array", _of_size("minItems", _min_items)),
+    Rule(("maxItems",), "array", _of_size("maxItems", _max_items)),
     Rule(("uniqueItems",), "array", _unique_items),
     Rule(("contains",), "array", _contains),
     Rule(("properties", "patternProperties", "additionalProperties"), "object", properties),
     Rule(("required",), "object", required),
-    Rule(("minProperties",), "object", min_properties),
-    Rule(("maxProperties",), "object", max_properties),
+    Rule(("minProperties",), "object", _of_size("minProperties", min_properties)),
+    Rule(("maxProperties",), "object", _of_size("maxProperties", max_properties)),
     Rule(("propertyNames",), "object", property_names),
     Rule(("$ref",), None, _reference),
     Rule(("allOf",), None, _all_of),

@@ -20,6 +20,7 @@ from math import ceil, floor, gcd, prod
 from openengine.core.guides.grammar import Grammar
 from openengine.core.guides.numbers import (
     LARGE_EXPONENT,
+    MAX_EXPONENT,
     SMALL_EXPONENT,
     NumberRange,
     exponents,
@@ -107,7 +108,7 @@ class _Multiples:
             forms += self._small()
             if self._has_large:
                 forms += self._large()
-        within = self._grammar.symbol(texts_within(self._wanted))
+        within = self._grammar.symbol(texts_within(self._wanted, self._work))
         return self._terminal(f"(/-?/ ({' | '.join(forms)})) & {within}", is_shared=False)
 
     def _small(self) -> list[str]:
@@ -123,8 +124,10 @@ class _Multiples:
         """At least 1e16, in no more digits than a float has."""
         free = max(LARGE_EXPONENT, _FLOAT_PLACES + self._num_last - self._places)
         shape = f"/[1-9](\\.[0-9]{{1,{_FLOAT_PLACES}}})?/"
-        forms = [f"({' & '.join([shape, *self._odd])}) {self._exponents(free, None)}"]
-        for exponent in range(LARGE_EXPONENT, free):
+        forms = []
+        if free <= MAX_EXPONENT:
+            forms.append(f"({' & '.join([shape, *self._odd])}) {self._exponents(free, None)}")
+        for exponent in range(LARGE_EXPONENT, min(free, MAX_EXPONENT + 1)):
             digits = self._aligned(self._places + exponent, _FLOAT_PLACES)
             forms.append(f"({digits} & {shape}) {self._exponents(exponent, exponent)}")
         return forms

@@ -205,7 +205,7 @@ class SchemaDocument:
         reference, pointer = schema.content["$ref"], schema.at("$ref")
         if not isinstance(reference, str):
             raise schema_error(pointer, "$ref", f"must be a string, not {_show(reference)}")
-        location, fragment = urldefrag(urljoin(schema.base, reference) if reference else schema.base)
+        location, fragment = _joined(schema.base, reference, pointer, "$ref")
         target = self._anchors.get(location)
         if target is None and reference.startswith("#"):
             target = self._anchors.get(schema.base, self.root)
@@ -266,10 +266,11 @@ class SchemaDocument:
     def _register(self, content: dict[str, Any], pointer: str, base: str) -> Schema:
         # What stands beside a reference means nothing in the older drafts, and so names nothing.
         named = {} if self.is_legacy and "$ref" in content else content
-        own = named.get("id" if self._draft == "draft-04" else "$id")
+        keyword = "id" if self._draft == "draft-04" else "$id"
+        own = named.get(keyword)
         is_anchor = self.is_legacy and isinstance(own, str) and own.startswith("#")
         if isinstance(own, str) and not is_anchor:
-            base = urldefrag(urljoin(base, own))[0]
+            base = _joined(base, own, _below(pointer, keyword), keyword)[0]
         schema = Schema(content, pointer, base)
         if isinstance(own, str):
             self._anchors.setdefault(base + own if is_anchor else base, schema)
@@ -314,13 +315,22 @@ def _draft_of(content: Any, pointer: str) -> str:
     dialect = content.get("$schema", "") if isinstance(content, dict) else ""
     if not isinstance(dialect, str):
         raise schema_error(pointer, "$schema", f"must be a string, not {_show(dialect)}")
-    steps = urldefrag(dialect)[0].split("/")
+    steps = _joined("", dialect, pointer, "$schema")[0].split("/")
     named = [draft for draft in _DRAFTS if draft in steps]
     if named and "json-schema.org" in steps:
         return named[0]
     if not dialect or steps[-2:] == ["json-schema.org", "schema"]:
         return _DRAFTS[-1]
     raise unsupported(pointer, "$schema", f"{_show(dialect)} is not known; name one of {', '.join(_DRAFTS)}")
+
+
+def _joined(base: str, reference: str, pointer: str, keyword: str) -> tuple[str, str]:
+    """The location and the fragment of a reference within `base`."""
+    try:
+        location, fragment = urldefrag(urljoin(base, reference) if reference else base)
+    except ValueError as exc:
+        raise schema_error(pointer, keyword, f"{_show(reference)} is no URI reference: {exc}") from None
+    return location, fragment
 
 
 def _below(pointer: str, step: str | int) -> str:

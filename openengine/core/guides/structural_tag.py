@@ -230,7 +230,7 @@ class _Builder:
         has_numbers = "number" in kinds
         if has_numbers:
             self._num_numbers += 1
-            texts = number_language(rules.shapes)
+            texts = number_language(rules.shapes, self._work)
             head, more = number_edges(texts, self._work)
             first = union(first, head)
         what = f"the JSON value at {pointer} of the structural tag"

@@ -18,9 +18,12 @@ _MAX_KNOWN_SIZE = 500_000  # parts: some tens of megabytes
 _LONGEST_TURN_S = 0.0005  # so long an engine step waits for the interpreter, some ten times
 _PAUSE_S = 0.00005  # enough for a waiting thread to take over
 
-# Nearly all guides compile within milliseconds. One that takes long is in no hurry: beside steps it takes a turn now and then.
+# Nearly all guides compile within milliseconds. One that takes long is in no hurry: beside steps it takes short turns, and
+# rests between them.
 _LONG_S = 0.25
-_REST_S = 0.002
+_LONG_TURN_S = 0.00025
+_REST_S = 0.0004
+_LONGEST_WAIT_S = 0.05  # a notice may be lost where the stack ends
 _STEPPING_S = 0.25  # so long after a step another may be under way
 
 # Every request of a batch waits for the slowest guide. One with 900 optional members over 262,144 tokens takes 2 ms a
@@ -34,40 +37,51 @@ class CompileTimeout(Exception):
 
 
 class Turns:
-    """Who of several compilations runs Python: one at a time, for a step has to wait for each that wants the interpreter.
+    """Which of several compilations runs Python: one at a time, for a step has to wait for each that wants the interpreter.
 
-    Those that have taken long leave it to others most of the time while there are steps. Safe to use from many threads.
+    Those that have taken long leave it to others most of the time while there are steps. A turn is nobody's once its holder's
+    time is up, whether that has noticed or not. Safe to use from many threads.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
-        self._taken = threading.Lock()
+        self._changed = threading.Condition(threading.Lock())
+        self._holder: Work | None = None
         self._rest_until = self._stepping_until = -math.inf
 
     def note_step(self) -> None:
         """A step begins: outputs are being made."""
         self._stepping_until = self.clock() + _STEPPING_S
 
-    def take(self, deadline: float, *, is_long: bool) -> bool:
-        """Wait for a turn; returns whether it came in time."""
-        while (left_s := deadline - self.clock()) > 0.0 and self._taken.acquire(timeout=left_s):
-            rest_s = self._rest_until - self.clock() if is_long else 0.0
-            if rest_s <= 0.0:
-                return True
-            self._taken.release()
-            time.sleep(rest_s)
-        return False
+    def take(self, work: Work) -> bool:
+        """Wait for the turn of `work`; returns whether it came before its time is up."""
+        with self._changed:
+            while (now := self.clock()) < work.deadline:
+                holder = self._holder
+                wait_s = 0.0
+                if holder is not None:
+                    wait_s = holder.deadline - now
+                elif work.is_long:
+                    wait_s = self._rest_until - now
+                if wait_s <= 0.0:
+                    self._holder = work
+                    return True
+                self._changed.wait(min(wait_s, work.deadline - now, _LONGEST_WAIT_S))
+            return False
 
-    def end(self, *, is_long: bool) -> None:
-        """Give the turn back, which is taken."""
-        now = self.clock()
-        if is_long and now < self._stepping_until:
-            self._rest_until = now + _REST_S
-        self._taken.release()
+    def end(self, work: Work) -> None:
+        """The turn of `work` is over, if it had one."""
+        with self._changed:
+            if self._holder is not work:
+                return
+            self._holder = None
+            if work.is_long and (now := self.clock()) < self._stepping_until:
+                self._rest_until = now + _REST_S
+            self._changed.notify_all()
 
 
 class Work:
-    """Counts steps of one compilation. Owned by the thread that compiles.
+    """Counts steps of one compilation, and remembers what it found. Owned by the thread that compiles.
 
     turns: where a turn is taken within a `with`. That is for workers alone: an interrupt, which reaches the main thread, might
     come between the two steps of entering and leave it taken.
@@ -78,13 +92,25 @@ class Work:
     ) -> None:
         self._clock = clock
         self._turns = turns
-        self._deadline = clock() + timeout_s
+        self.deadline = clock() + timeout_s
         self._turn_began = clock()
-        self._spent_s = 0.0  # in turns that are over
+        self._spent_s = self._waited_s = 0.0  # in turns, and for turns, that are over
+        self._waits_since: float | None = None
         self._ticks = 0
-        self._has_turn = False
         self.known: dict[Hashable, Any] = {}
+        """What `remember` was told."""
         self._known_size = 0
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it has taken long, so that it had better be no burden to others."""
+        return self._spent_s > _LONG_S
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds of its time that went to waiting for turns."""
+        since = self._waits_since
+        return self._waited_s + (0.0 if since is None else self._clock() - since)
 
     def __enter__(self) -> Work:
         self._take_turn()
@@ -111,25 +137,26 @@ class Work:
     def take_turns(self) -> None:
         """Let other threads run, if this one had the interpreter for long. Raises CompileTimeout when the time is up."""
         now = self._clock()
-        if now > self._deadline:
+        if now > self.deadline:
             raise CompileTimeout
-        if now - self._turn_began > _LONGEST_TURN_S:
+        if now - self._turn_began > (_LONG_TURN_S if self.is_long else _LONGEST_TURN_S):
             self._end_turn()
             time.sleep(_PAUSE_S)
             self._take_turn()
 
     def _take_turn(self) -> None:
         if self._turns is not None:
-            self._has_turn = self._turns.take(self._deadline, is_long=self._spent_s > _LONG_S)
-            if not self._has_turn:
+            self._waits_since = self._clock()
+            has_turn = self._turns.take(self)
+            self._waited_s, self._waits_since = self.waited_s, None
+            if not has_turn:
                 raise CompileTimeout
         self._turn_began = self._clock()
 
     def _end_turn(self) -> None:
         self._spent_s += self._clock() - self._turn_began
-        if self._has_turn:
-            self._has_turn = False
-            self._turns.end(is_long=self._spent_s > _LONG_S)
+        if self._turns is not None:
+            self._turns.end(self)
 
 
 class StepTime:

@@ -84,10 +84,10 @@ class Workers:
         return job.future
 
     @contextmanager
-    def time_limit(self, seconds: float, error: Exception) -> Iterator[None]:
-        """Within a job: give it up with `error` unless the block ends in time."""
+    def time_limit(self, seconds: float, error: Callable[[], Exception]) -> Iterator[None]:
+        """Within a job: give it up with `error()` unless the block ends in time."""
         job = self._running[threading.current_thread()]
-        timer = threading.Timer(seconds, self._give_up, (job, error))
+        timer = threading.Timer(seconds, lambda: self._give_up(job, error()))
         timer.daemon = True
         timer.start()
         try:
