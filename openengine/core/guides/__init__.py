@@ -16,7 +16,7 @@
                     rule_nodes              the rules of both
                     context_free            those rules as the backend's; longest_match: where its terminals would clash
 
-    the backend     front_ends              which of these a guide is
+    the backend     given                   which of these a guide is; front_ends: who reads it
                     grammar                 the text that the backend reads
                     backend                 the backend's own compiler and matchers
 

@@ -1,7 +1,7 @@
 """`GuideCompiler`: guides compiled in worker threads, and the masks of the sequences under them.
 
 Owns: the limits of guides, the cache of compiled ones, the masks of a step. Does not own: what the kinds of guides mean
-(front_ends.py), applying masks (sampler.py), when a sequence ends (the scheduler).
+(given.py, front_ends.py), applying masks (sampler.py), when a sequence ends (the scheduler).
 
     GuidedDecoding ─ GuideCompiler.submit ─ CompiledGuide ─ start ─ GuideState ─ fill_masks ─▶ i32[S, ceil(V / 32)]
                      (worker, cached)                        (one per sequence)  accept ◀─ drawn token
@@ -30,7 +30,7 @@ from openengine.core.guides.backend import (
     is_installed,
 )
 from openengine.core.guides.compiled import CompiledGuide
-from openengine.core.guides.front_ends import add_guide, only_guide
+from openengine.core.guides.given import only_guide
 from openengine.core.guides.grammar import Grammar, GrammarTooLarge
 from openengine.core.guides.language import TooComplex
 from openengine.core.guides.state import GuideState
@@ -228,6 +228,9 @@ class GuideCompiler:
                     del self._futures[guide]
 
     def _compile(self, guide: GuidedDecoding, kind: str, num_bytes: int) -> CompiledGuide:
+        # Imported where the first guide comes: an engine without guides starts sooner.
+        from openengine.core.guides.front_ends import add_guide
+
         backend = self._shared_backend()  # made once, and not of this guide's time
         what = f"{kind.replace('_', ' ')} guide"
         work = Work(self.timeout_s, turns=self._turns)
