@@ -108,7 +108,7 @@ class Work:
 
     @property
     def waited_s(self) -> float:
-        """Seconds of its time that went to waiting for turns."""
+        """Seconds of its time that went to letting others run and to waiting for turns."""
         since = self._waits_since
         return self._waited_s + (0.0 if since is None else self._clock() - since)
 
@@ -141,16 +141,17 @@ class Work:
             raise CompileTimeout
         if now - self._turn_began > (_LONG_TURN_S if self.is_long else _LONGEST_TURN_S):
             self._end_turn()
+            self._waits_since = self._clock()
             time.sleep(_PAUSE_S)
             self._take_turn()
 
     def _take_turn(self) -> None:
-        if self._turns is not None:
+        if self._waits_since is None:
             self._waits_since = self._clock()
-            has_turn = self._turns.take(self)
-            self._waited_s, self._waits_since = self.waited_s, None
-            if not has_turn:
-                raise CompileTimeout
+        has_turn = self._turns is None or self._turns.take(self)
+        self._waited_s, self._waits_since = self.waited_s, None
+        if not has_turn:
+            raise CompileTimeout
         self._turn_began = self._clock()
 
     def _end_turn(self) -> None:
