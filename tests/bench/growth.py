@@ -2,9 +2,8 @@
 
 Each point is the median over steps that decode exactly so many rows. `over_limit` compares each with what the machine
 could give (`cost.py`) at the read rate right after it, for on a shared host that changes from second to second. A cliff
-is a point whose `over_limit` is more than 1.3 times the least of the points before it on its curve, or of the limit: more
-work should never make the engine less efficient. A few rows do better than the limit, for they are read and computed at
-the same time, which is not held against many.
+is a point whose `over_limit` is more than 1.3 times the least of the points before it on its curve: more work should
+never make the engine less efficient.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _LEAST_STEPS = 24
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """`context` is the mean over the measured steps; `factor` is against the best point before, or the limit."""
+    """`context` is the mean over the measured steps; `factor` is against the best point before on the same curve."""
 
     curve: str
     rows: int
@@ -60,7 +59,7 @@ def with_factors(points: list[Point]) -> list[Point]:
     """The points of one curve, in order, with their `factor`."""
     best, result = float("inf"), []
     for point in points:
-        best = max(1.0, min(best, point.over_limit))
+        best = min(best, point.over_limit)
         result.append(replace(point, factor=point.over_limit / best))
     return result
 

@@ -140,9 +140,8 @@ def _any_of(solver: ShapeSolver, state: State, schema: Schema, holds: bool) -> l
 def _one_of(solver: ShapeSolver, state: State, schema: Schema, holds: bool) -> list[State]:
     parts = _parts(solver, schema, "oneOf")
     # Values are judged one by one in the end, and two alternatives that both hold for one are no harm before that.
-    is_clear = (
-        not solver.document.has_unknown_dependencies
-    )  # else nothing is left out, so that negating them is noticed
+    # With dependencies that the draft does not know nothing is left out, so that negating them is noticed.
+    is_clear = not solver.document.has_unknown_dependencies
     if isinstance(state, Values) and is_clear:
         return [state]
     if not holds:
