@@ -37,6 +37,8 @@ class _Step(ctypes.Structure):
 
 class _Plan(ctypes.Structure):
     _fields_ = (
+        ("wanted", c_void_p),
+        ("num_wanted", c_int64),
         *((name, c_int32) for name in ("window", "num_items", "num_merges", "num_partials", "is_small")),
         ("num_together", c_int32),
         *((name, c_int64) for name in ("scratch_bytes", "partial_bytes")),
@@ -62,7 +64,7 @@ class _Prepared:
 
     step: _Step
     tensors: tuple[Tensor, ...]
-    plans: dict[int | None, tuple[_Plan, Tensor]]  # by window; a plan points to the tensor
+    plans: dict[tuple[int | None, bool], tuple[_Plan, Tensor]]  # see `_plan_of`; a plan points to the tensor
 
 
 class TiledKvCache(KvCache):
@@ -175,11 +177,9 @@ class NativeAttention:
         num_tokens, num_heads, head_dim = q.shape
         out = torch.empty(num_tokens, num_heads * head_dim, dtype=q.dtype)
         prepared: _Prepared = batch.scratch["native"]
-        if window not in prepared.plans:
-            prepared.plans[window] = self._make_plan(prepared.step, num_heads, window)
         q, k, v = _joined(q), _joined(k), _joined(v)
         call = self._arguments
-        call.step, call.plan = addressof(prepared.step), addressof(prepared.plans[window][0])
+        call.step, call.plan = addressof(prepared.step), self._plan_of(batch, window, num_heads, wanted=False)
         call.q, call.k, call.v, call.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
         call.q_stride, call.k_stride, call.v_stride = q.stride(0), k.stride(0), v.stride(0)
         call.keys, call.values = batch.kv.addresses[layer]
@@ -193,19 +193,31 @@ class NativeAttention:
         return out
 
     def described(
-        self, batch: ForwardBatch, windows: Sequence[int | None], num_heads: int
+        self, batch: ForwardBatch, kinds: Sequence[tuple[int | None, bool]], num_heads: int
     ) -> tuple[int, list[int], int]:
-        """Addresses of a prepared step: of its structure, of the plan of each window, and of the workspace."""
-        prepared: _Prepared = batch.scratch["native"]
-        for window in windows:
-            if window not in prepared.plans:
-                prepared.plans[window] = self._make_plan(prepared.step, num_heads, window)
-        plans = [addressof(prepared.plans[window][0]) for window in windows]
-        return addressof(prepared.step), plans, self._workspace.data_ptr()
+        """Addresses of a prepared step: of its structure, of the plan of each kind of layer, and of the workspace.
 
-    def _make_plan(self, step: _Step, num_heads: int, window: int | None) -> tuple[_Plan, Tensor]:
+        A kind is the window and whether only `batch.logits_rows` of the result are wanted; the others stay unwritten.
+        """
+        plans = [self._plan_of(batch, window, num_heads, wanted=wanted) for window, wanted in kinds]
+        return addressof(batch.scratch["native"].step), plans, self._workspace.data_ptr()
+
+    def _plan_of(self, batch: ForwardBatch, window: int | None, num_heads: int, *, wanted: bool) -> int:
+        """Address of the step's plan, made when it is first asked for."""
+        prepared: _Prepared = batch.scratch["native"]
+        rows = batch.logits_rows if wanted and batch.logits_rows.shape[0] < batch.num_tokens else None
+        key = window, rows is not None
+        if key not in prepared.plans:
+            prepared.plans[key] = self._make_plan(prepared.step, num_heads, window, rows)
+        return addressof(prepared.plans[key][0])
+
+    def _make_plan(
+        self, step: _Step, num_heads: int, window: int | None, wanted: Tensor | None
+    ) -> tuple[_Plan, Tensor]:
         step.num_heads = num_heads
         plan = _Plan(window=window or 0)
+        if wanted is not None:
+            plan.wanted, plan.num_wanted = wanted.data_ptr(), wanted.shape[0]
         self._plan(byref(step), byref(plan))  # counts
         lists = torch.empty(plan.num_items * _ITEM_INTS + plan.num_merges * _MERGE_INTS, dtype=torch.int32)
         plan.items = lists.data_ptr()

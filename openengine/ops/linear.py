@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from openengine.errors import UnsupportedFeature
-from openengine.ops.activation import ACTIVATIONS
+from openengine.ops.activation import activated
 from openengine.ops.linear_native import NativeWeights
 from openengine.ops.native import NativeLibrary, native_library
 from openengine.ops.quantize import Int8Weights
@@ -30,9 +30,10 @@ __all__ = ["DenseWeights", "Linear", "PackedPart", "Weights", "preferred_dtype"]
 
 
 class Weights(Protocol):
-    """A weight [out, in] in a form of its own, with its bias."""
+    """A weight [out, in] in a form of its own, with its bias. If it is `gated` its rows are [gate | up]."""
 
     bias: Tensor | None
+    gated: bool
     in_features: int
     out_features: int
 
@@ -42,7 +43,11 @@ class Weights(Protocol):
     @property
     def num_bytes(self) -> int: ...
 
-    def multiply(self, x: Tensor, dtype: torch.dtype, activation: str | None = None) -> Tensor: ...
+    def multiply(self, x: Tensor, dtype: torch.dtype, activation: str | None = None) -> Tensor:
+        """x [T, in] -> activation(x @ weights.T + bias), [T, out] in `dtype`.
+
+        Of gated weights an activation is that of the gate: `activation(gate) * up`, [T, out / 2].
+        """
 
     def rows(self, ids: Tensor) -> Tensor: ...
 
@@ -82,12 +87,13 @@ class DenseWeights:
     both are kept.
     """
 
-    __slots__ = ("_packed", "_plain", "bias", "in_features", "out_features", "table")
+    __slots__ = ("_packed", "_plain", "bias", "gated", "in_features", "out_features", "table")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, *, table: bool = False) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, table: bool = False, gated: bool = False) -> None:
         self.out_features, self.in_features = weight.shape
         self.bias = bias
         self.table = table
+        self.gated = gated
         self._plain: Tensor | None = weight
         self._packed: Tensor | None = None
 
@@ -115,10 +121,10 @@ class DenseWeights:
             self._plain = weight if self.table else None
 
     def multiply(self, x: Tensor, dtype: torch.dtype, activation: str | None = None) -> Tensor:
-        """x [T, in] -> activation(x @ weights.T + bias), [T, out] in `dtype`."""
+        """See `Weights.multiply`."""
         plain = self._packed is None
         y = F.linear(x, self._plain, self.bias) if plain else _onednn_linear(x, self._packed, self.bias)
-        return (y if activation is None else ACTIVATIONS[activation](y)).to(dtype)
+        return activated(y, activation, gated=self.gated).to(dtype)
 
     def rows(self, ids: Tensor) -> Tensor:
         """The weight's rows `ids` i64[n] as [n, in]."""
@@ -154,12 +160,13 @@ class Linear:
         bias: bool = False,
         transposed: bool = False,
         table: bool = False,
+        gated: bool = False,
         dtype: torch.dtype,
         device: torch.device,
         quantization: str | None = None,
         native: NativeLibrary | None = None,
     ) -> Linear:
-        """Allocate for the rows that `parts` names. With `table`, `rows` will be called too.
+        """Allocate for the rows that `parts` names. With `table`, `rows` will be called too; `gated` as in `Weights`.
 
         Raises UnsupportedFeature for a quantization that is unknown or cannot run on the device.
         """
@@ -171,14 +178,15 @@ class Linear:
             raise UnsupportedFeature(f"quantization {quantization!r} runs on a CPU only, not on {device}; use None")
         int8 = quantization is not None
         if native is not None and _is_native(dtype, device, int8=int8, table=table):
-            weights = NativeWeights(native, out_features, in_features, dtype=dtype, int8=int8, bias=bias)
+            weights = NativeWeights(native, out_features, in_features, dtype=dtype, int8=int8, bias=bias, gated=gated)
         elif int8:
-            weights = Int8Weights(out_features, in_features, dtype=dtype, bias=bias)
+            weights = Int8Weights(out_features, in_features, dtype=dtype, bias=bias, gated=gated)
         else:
             weights = DenseWeights(
                 torch.empty(out_features, in_features, dtype=dtype, device=device),
                 torch.empty(out_features, dtype=dtype, device=device) if bias else None,
                 table=table,
+                gated=gated,
             )
         return cls(weights, parts=parts, transposed=transposed)
 
@@ -205,7 +213,7 @@ class Linear:
         activation: str | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """x [T, in] -> [T, out], in `dtype` or x's; `activation`, one of ops.activation's, is applied to the result.
+        """x [T, in] -> [T, out], in `dtype` or x's; `activation`, one of ops.activation's, as `Weights.multiply` has it.
 
         `out` [>= T, out] is memory for the result, which is written there or, where the kernels cannot, is fresh.
         """

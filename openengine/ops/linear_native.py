@@ -38,6 +38,7 @@ class _Layer(ctypes.Structure):
         ("outputs", _i64),
         ("inputs", _i64),
         ("kind", _i32),
+        ("is_gated", _i32),
     )
 
 
@@ -48,7 +49,10 @@ class NativeWeights:
     `bias` is float32 [out], zeros until written, or None.
     """
 
-    __slots__ = ("_arrays", "_functions", "_layer", "address", "bias", "dtype", "in_features", "int8", "out_features")
+    __slots__ = (
+        *("_arrays", "_functions", "_layer", "address", "bias", "dtype", "gated", "in_features", "int8"),
+        "out_features",
+    )
 
     kernels = "native"
 
@@ -61,12 +65,14 @@ class NativeWeights:
         dtype: torch.dtype,
         int8: bool = False,
         bias: bool = False,
+        gated: bool = False,
         level: str | None = None,
     ) -> None:
         assert dtype in _FLOATS, "only the dtypes of `supports`"
         self.out_features, self.in_features = out_features, in_features
         self.dtype = dtype
         self.int8 = int8
+        self.gated = gated
         num_panels = -(-out_features // _PANEL)
         num_groups = -(-in_features * self.item_bytes // _GROUP_BYTES)
         weights = torch.zeros(num_panels * num_groups * _PANEL * _GROUP_BYTES, dtype=torch.uint8)
@@ -78,7 +84,7 @@ class NativeWeights:
         self.bias = biases[:out_features] if bias else None
         self._arrays = (weights, scales, sums, biases)
         pointers = [tensor.data_ptr() for tensor in self._arrays]
-        self._layer = _Layer(*pointers, out_features, in_features, _INT8 if int8 else _FLOATS[dtype])
+        self._layer = _Layer(*pointers, out_features, in_features, _INT8 if int8 else _FLOATS[dtype], gated)
         self.address = ctypes.addressof(self._layer)
         self._functions = _bind(library, level)
 
@@ -112,21 +118,22 @@ class NativeWeights:
     def multiply(
         self, x: Tensor, dtype: torch.dtype, activation: str | None = None, *, out: Tensor | None = None
     ) -> Tensor:
-        """x [T, in] -> activation(x @ weights.T + bias), [T, out] in `dtype`, float32 or bfloat16.
+        """See `Weights.multiply`; `dtype` is float32 or bfloat16.
 
-        The result is the first rows of `out` [>= T, out], contiguous and in `dtype`, where there is one.
+        The result is the first rows of `out`, contiguous and in `dtype`, where there is one.
         """
         if x.stride(1) != 1:
             x = x.contiguous()
         num_rows = x.shape[0]
-        y = torch.empty(num_rows, self.out_features, dtype=dtype) if out is None else out[:num_rows]
+        num_columns = self.out_features if activation is None or not self.gated else self.out_features // 2
+        y = torch.empty(num_rows, num_columns, dtype=dtype) if out is None else out[:num_rows]
         self._functions[0](
             self.address,
             x.data_ptr(),
             x.stride(0) * x.itemsize,
             _FLOATS[x.dtype],
             y.data_ptr(),
-            self.out_features * y.itemsize,
+            num_columns * y.itemsize,
             _FLOATS[dtype],
             num_rows,
             NO_ACTIVATION if activation is None else NATIVE_ACTIVATIONS[activation],

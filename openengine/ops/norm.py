@@ -1,7 +1,7 @@
 """Normalization over the last dimension, computed in float32 whatever the dtype of the activations.
 
 Weights stay float32: they are small, and the product is then rounded once. With a native library, one kernel
-(`csrc/elementwise.cpp`) adds the residual and normalizes; what it does not serve runs in PyTorch, which is its twin.
+(`csrc/norm.cpp`) adds the residual and normalizes; what it does not serve runs in PyTorch, which is its twin.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class HeadNorm:
         self.weight = (self.stored + self.offset).repeat_interleave(heads, dim=0)
 
 
-_KINDS = {torch.float32: 0, torch.bfloat16: 1}  # as `Kind` of csrc/elementwise.cpp numbers them
+_KINDS = {torch.float32: 0, torch.bfloat16: 1}  # as `Kind` of csrc/norm.cpp numbers them
 
 
 @cache

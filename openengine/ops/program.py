@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from openengine.ops.activation import NATIVE_ACTIVATIONS, Gated
+from openengine.ops.activation import NATIVE_ACTIVATIONS
 from openengine.ops.attention_native import NativeAttention, TiledKvCache
 from openengine.ops.batch import ForwardBatch
 from openengine.ops.linear_native import NO_ACTIVATION, NativeWeights
@@ -27,8 +27,8 @@ from openengine.ops.norm import HeadNorm, LayerNorm, RmsNorm
 __all__ = ["ALL", "KERNELS", "WANTED", "NativeProgram", "Place"]
 
 ALL, WANTED = 0, 1
-KERNELS = ("norm", "linear", "gated", "attention", "take")  # in the order of `Kernel` in csrc/forward.cpp
-_NORM, _PRODUCT, _GATE, _ATTENTION, _TAKE = range(len(KERNELS))
+KERNELS = ("norm", "linear", "attention", "take")  # in the order of `Kernel` in csrc/forward.cpp
+_NORM, _PRODUCT, _ATTENTION, _TAKE = range(len(KERNELS))
 _KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _ALIGNMENT = 64
 
@@ -59,7 +59,7 @@ class _Operation(ctypes.Structure):
         ("heads", c_int64),
         ("n", c_int64),
         *((name, c_float) for name in ("eps", "scale", "softcap")),
-        *((name, c_int32) for name in ("code", "window", "from_kind", "to_kind")),
+        *((name, c_int32) for name in ("code", "plan", "from_kind", "to_kind")),
     )
 
 
@@ -92,7 +92,7 @@ class NativeProgram:
         self._recorded: list[_Operation] = []
         self._operations: ctypes.Array[_Operation] | None = None
         self._held: list[object] = []  # what the operations point to
-        self._windows: list[int | None] = []
+        self._attentions: list[tuple[int | None, bool]] = []  # kinds of layers, as `NativeAttention.described` has them
         self._num_heads = 0
         self._kv: TiledKvCache | None = None
         self._capacity = 0  # rows that `_memory` has for each buffer
@@ -137,17 +137,13 @@ class NativeProgram:
         operation.from_kind = operation.to_kind = _KINDS[self._dtype]
         self._held.append(weights)
 
-    def gate(self, gated: Gated, x: Place, y: Place, rows: int = ALL) -> None:
-        """`gated(x)` to y."""
-        operation = self._add(_GATE, rows, x, y)
-        operation.n, operation.code, operation.from_kind = y.columns, gated.code, _KINDS[self._dtype]
-
     def attention(
         self,
         q: Place,
         k: Place,
         v: Place,
         out: Place,
+        rows: int = ALL,
         *,
         num_heads: int,
         scale: float,
@@ -155,13 +151,14 @@ class NativeProgram:
         softcap: float | None,
         rope: int | None,
     ) -> None:
-        """The next layer's `NativeAttention.forward` to out, turned by the angles of rotary embedding `rope`."""
-        if window not in self._windows:
-            self._windows.append(window)
+        """The next layer's `NativeAttention.forward` to `rows` of out, turned by the angles of rotary embedding `rope`."""
+        kind = window, rows == WANTED
+        if kind not in self._attentions:
+            self._attentions.append(kind)
         self._num_heads = num_heads
         operation = self._add(_ATTENTION, ALL, q, k, v, out)
         operation.scale, operation.softcap = scale, softcap or 0.0
-        operation.window = self._windows.index(window)
+        operation.plan = self._attentions.index(kind)
         operation.code = -1 if rope is None else rope
 
     def take(self, x: Place, y: Place) -> None:
@@ -199,7 +196,7 @@ class NativeProgram:
             self._reserve(batch.num_tokens)
         self._addresses[self.source.buffer] = source.data_ptr()
         self._addresses[self.result.buffer] = result.data_ptr()
-        step, plans, workspace = self._backend.described(batch, self._windows, self._num_heads)
+        step, plans, workspace = self._backend.described(batch, self._attentions, self._num_heads)
         plan_list = (c_void_p * len(plans))(*plans)
         angle_list = (_Angles * len(angles))(*((cos.data_ptr(), sin.data_ptr(), cos.shape[-1]) for cos, sin in angles))
         forward = _Forward(

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openengine.ops.activation import ACTIVATIONS
+from openengine.ops.activation import activated
 
 __all__ = ["INT8_RUN", "Int8Weights", "quantize_run", "quantize_weight"]
 
@@ -54,18 +54,20 @@ def _integers(q: Tensor, dtype: torch.dtype) -> Tensor:
 class Int8Weights:
     """Int8 weights [out, in] with a bias, multiplied by PyTorch: the twin of `NativeWeights` in int8.
 
-    `dtype` is that of the activations; `bias` is float32 [out], zeros until written, or
-    None.
+    `dtype` is that of the activations; `bias` is float32 [out], zeros until written, or None.
     """
 
-    __slots__ = ("_q", "_scales", "_sums", "bias", "dtype", "in_features", "out_features")
+    __slots__ = ("_q", "_scales", "_sums", "bias", "dtype", "gated", "in_features", "out_features")
 
     item_bytes = 1
     kernels = "torch"
 
-    def __init__(self, out_features: int, in_features: int, *, dtype: torch.dtype, bias: bool = False) -> None:
+    def __init__(
+        self, out_features: int, in_features: int, *, dtype: torch.dtype, bias: bool = False, gated: bool = False
+    ) -> None:
         self.out_features, self.in_features = out_features, in_features
         self.dtype = dtype
+        self.gated = gated
         self.bias = torch.zeros(out_features) if bias else None
         self._q = torch.empty(out_features, in_features, dtype=torch.int8)
         self._scales = torch.empty(out_features)
@@ -84,7 +86,7 @@ class Int8Weights:
             sums[rows] = q.sum(dim=1, dtype=torch.int32)
 
     def multiply(self, x: Tensor, dtype: torch.dtype, activation: str | None = None) -> Tensor:
-        """x [T, in] -> activation(x @ weights.T + bias), [T, out] in `dtype`."""
+        """See `Weights.multiply`."""
         y = torch.zeros(x.shape[0], self.out_features)
         for run, weights, sums in zip(x.split(INT8_RUN, dim=1), self._q.split(INT8_RUN, dim=1), self._sums):
             q, scale, zero = quantize_run(run)
@@ -95,7 +97,7 @@ class Int8Weights:
         y *= self._scales
         if self.bias is not None:
             y += self.bias
-        return (y if activation is None else ACTIVATIONS[activation](y)).to(dtype)
+        return activated(y, activation, gated=self.gated).to(dtype)
 
     def rows(self, ids: Tensor) -> Tensor:
         """The weight's rows `ids` i64[n] as [n, in] in `dtype`."""

@@ -16,7 +16,7 @@ from tests.checkpoints import FAMILIES, VOCAB_SIZE, write_checkpoint
 pytestmark = pytest.mark.skipif(native_library() is None, reason="the native kernels are not built")
 
 CPU = torch.device("cpu")
-BLOCK_SIZE, BLOCKS_EACH, NUM_SEQS = 16, 4, 4
+BLOCKS_EACH, NUM_SEQS = 4, 4
 
 
 @pytest.fixture(scope="module")
@@ -42,34 +42,36 @@ def load(path, dtype, quantization=None, kernels="native") -> CausalLM:
 class Cache:
     """Two KV caches of equal content, and ragged batches over them."""
 
-    def __init__(self, model: CausalLM, seed: int) -> None:
+    def __init__(self, model: CausalLM, seed: int, block_size: int = 16) -> None:
         config = model.config
         spec = KvSpec(config.num_layers, config.num_kv_heads, config.head_dim, model.dtype, CPU)
         self._model = model
-        self._caches = [model.backend.allocate(spec, NUM_SEQS * BLOCKS_EACH, BLOCK_SIZE) for _ in range(2)]
+        self._caches = [model.backend.allocate(spec, NUM_SEQS * BLOCKS_EACH, block_size) for _ in range(2)]
         self._random = torch.Generator().manual_seed(seed)
         self._tables = torch.randperm(NUM_SEQS * BLOCKS_EACH, generator=self._random).view(NUM_SEQS, -1).int()
         self._lengths = [0] * NUM_SEQS
+        self._block_size, self._room = block_size, BLOCKS_EACH * block_size
 
     def _draw(self, low: int, high: int) -> int:
         return int(torch.randint(low, high, (), generator=self._random))
 
     def step(self) -> None:
         """One more step of random work, both ways."""
-        room = BLOCKS_EACH * BLOCK_SIZE
-        counts = [min(self._draw(1, 20) if self._draw(0, 2) else 1, room - start) for start in self._lengths]
+        most = self._room // 3
+        counts = [min(self._draw(1, most) if self._draw(0, 2) else 1, self._room - start) for start in self._lengths]
         work = sorted((count, seq) for seq, count in enumerate(counts) if count)
         counts, seqs = [count for count, _ in work], [seq for _, seq in work]
         starts = [self._lengths[seq] for seq in seqs]
         positions = torch.cat([torch.arange(start, start + count) for start, count in zip(starts, counts)])
         tables = self._tables[seqs]
-        blocks = tables.repeat_interleave(torch.tensor(counts), 0).gather(1, (positions // BLOCK_SIZE)[:, None])[:, 0]
+        blocks = tables.repeat_interleave(torch.tensor(counts), 0).gather(1, (positions // self._block_size)[:, None])[:, 0]
         ends = torch.tensor(counts).cumsum(0)
-        wanted = torch.randperm(len(positions), generator=self._random)[: self._draw(1, len(positions) + 1)]
+        wanted = torch.randperm(len(positions), generator=self._random)
+        wanted = wanted[: self._draw(0, len(positions) + 1) if self._draw(0, 2) else self._draw(0, 3)]
         parts = {
             "input_ids": torch.randint(VOCAB_SIZE, positions.shape, generator=self._random),
             "positions": positions,
-            "slot_mapping": blocks.long() * BLOCK_SIZE + positions % BLOCK_SIZE,
+            "slot_mapping": blocks.long() * self._block_size + positions % self._block_size,
             "cu_seqlens_q": torch.tensor([0, *ends.tolist()], dtype=torch.int32),
             "seq_lens": torch.tensor([start + count for start, count in zip(starts, counts)], dtype=torch.int32),
             "block_tables": tables,
@@ -94,7 +96,7 @@ class Cache:
 
     @property
     def is_full(self) -> bool:
-        return all(length == BLOCKS_EACH * BLOCK_SIZE for length in self._lengths)
+        return all(length == self._room for length in self._lengths)
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
@@ -104,6 +106,15 @@ def test_one_call_equals_the_layers_one_by_one(family, dtype, quantization, chec
     model = load(checkpoints(family), dtype, quantization)
     assert model.native_forward is not None
     cache = Cache(model, seed=1)
+    with torch.inference_mode():
+        while not cache.is_full:
+            cache.step()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_long_contexts_too_of_which_few_results_are_wanted(family, checkpoints):
+    model = load(checkpoints(family), torch.bfloat16)
+    cache = Cache(model, seed=3, block_size=256)
     with torch.inference_mode():
         while not cache.is_full:
             cache.step()

@@ -39,8 +39,8 @@ def example(rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> tuple[t
     return tuple(tensor.to(dtype) for tensor in drawn)
 
 
-def packed(weight: torch.Tensor, bias: torch.Tensor | None, *, level: str | None = None, int8: bool = False):
-    weights = NativeWeights(LIBRARY, *weight.shape, dtype=weight.dtype, int8=int8, bias=bias is not None, level=level)
+def packed(weight: torch.Tensor, bias: torch.Tensor | None, **options):
+    weights = NativeWeights(LIBRARY, *weight.shape, dtype=weight.dtype, bias=bias is not None, **options)
     return filled(weights, weight, bias)
 
 
@@ -92,11 +92,51 @@ def test_a_fused_activation_errs_at_most_twice_as_much_as_plain_pytorch(level, d
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_new", "relu"])
 def test_every_form_of_a_weight_applies_the_activation(dtype, name):
     x, weight, bias = example(9, 64, 40, dtype)
-    forms = [packed(weight, bias), packed(weight, bias, int8=True), DenseWeights(weight, bias)]
-    forms.append(filled(Int8Weights(40, 64, dtype=dtype, bias=True), weight, bias))
-    for weights in forms:
-        without = ACTIVATIONS[name](weights.multiply(x, torch.float32))
-        torch.testing.assert_close(weights.multiply(x, torch.float32, name), without, rtol=0.02, atol=0.02)
+    for gated in (False, True):
+        forms = [packed(weight, bias, int8=int8, gated=gated) for int8 in (False, True)]
+        forms.append(DenseWeights(weight, bias, gated=gated))
+        forms.append(filled(Int8Weights(40, 64, dtype=dtype, bias=True, gated=gated), weight, bias))
+        for weights in forms:
+            y = weights.multiply(x, torch.float32)
+            expected = ACTIVATIONS[name](y[:, :20]) * y[:, 20:] if gated else ACTIVATIONS[name](y)
+            torch.testing.assert_close(weights.multiply(x, torch.float32, name), expected, rtol=0.02, atol=0.05)
+
+
+@native
+@each_level
+@each_float
+@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
+def test_a_fused_gate_errs_at_most_twice_as_much_as_plain_pytorch(level, dtype, name):
+    for rows, inputs, outputs in shapes(4):
+        x, weight, bias = example(rows, inputs, 2 * outputs, dtype)
+        x /= inputs**0.5
+        gate, up = F.linear(x.double(), weight.double(), bias.double()).chunk(2, dim=1)
+        exact = ACTIVATIONS[name](gate) * up
+        plain = error(DenseWeights(weight, bias, gated=True).multiply(x, dtype, name), exact)
+        weights = packed(weight, bias, level=level, gated=True)
+        assert error(weights.multiply(x, dtype, name), exact) <= 2 * plain + 1e-6, (rows, inputs, outputs)
+
+
+@native
+@each_level
+@each_float
+@pytest.mark.parametrize("int8", [False, True], ids=["plain", "int8"])
+def test_gated_weights_are_the_same_weights_in_another_order(level, dtype, int8):
+    for rows, inputs, outputs in shapes(4):
+        x, weight, bias = example(rows, inputs, 2 * outputs, dtype)
+        plain = packed(weight, bias, level=level, int8=int8)
+        gated = packed(weight, bias, level=level, int8=int8, gated=True)
+        assert torch.equal(gated.dense(), plain.dense())
+        assert torch.equal(gated.multiply(x, dtype), plain.multiply(x, dtype))
+
+
+@native
+@each_level
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_new"])
+def test_activations_of_far_values_neither_overflow_nor_vanish(level, name):
+    x = torch.tensor([-1e30, -200.0, -90.0, -20.0, -5.0, -1e-3, 0.0, 1e-3, 5.0, 20.0, 90.0, 1e30, torch.nan])[:, None]
+    actual = packed(torch.ones(1, 1), None, level=level).multiply(x, torch.float32, name)
+    torch.testing.assert_close(actual, ACTIVATIONS[name](x.double()).float(), rtol=2e-6, atol=1e-6, equal_nan=True)
 
 
 @native

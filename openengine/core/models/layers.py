@@ -18,7 +18,6 @@ from torch import Tensor
 
 from openengine.core.models.config import ModelConfig
 from openengine.core.models.model import Model
-from openengine.ops.activation import Gated
 from openengine.ops.batch import ForwardBatch
 from openengine.ops.linear import Linear
 from openengine.ops.native import NativeLibrary
@@ -73,15 +72,15 @@ class Attention:
 class GatedMlp:
     """`down(activation(gate(x)) * up(x))`."""
 
-    __slots__ = ("down", "gate_up", "gated")
+    __slots__ = ("activation", "down", "gate_up")
 
-    def __init__(self, gate_up: Linear, down: Linear, gated: Gated) -> None:
+    def __init__(self, gate_up: Linear, down: Linear, activation: str) -> None:
         self.gate_up = gate_up
         self.down = down
-        self.gated = gated
+        self.activation = activation
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self.gated(self.gate_up(x)))
+        return self.down(self.gate_up(x, activation=self.activation))
 
 
 class Mlp:
@@ -221,10 +220,13 @@ class CausalLM(Model):
         width = config.intermediate_size
         return GatedMlp(
             self._linear(
-                config.hidden_size, {f"{prefix}.gate_proj": width, f"{prefix}.up_proj": width}, bias=config.mlp_bias
+                config.hidden_size,
+                {f"{prefix}.gate_proj": width, f"{prefix}.up_proj": width},
+                bias=config.mlp_bias,
+                gated=True,
             ),
             self._linear(width, {f"{prefix}.down_proj": config.hidden_size}, bias=config.mlp_bias),
-            Gated(config.activation, self._native),
+            config.activation,
         )
 
     def _head_norm(self, prefix: str, *, offset: float = 0.0) -> HeadNorm:

@@ -150,6 +150,7 @@ class Model:
         bias: bool = False,
         transposed: bool = False,
         table: bool = False,
+        gated: bool = False,
         quantized: bool = True,
     ) -> Linear:
         return self._add(
@@ -159,6 +160,7 @@ class Model:
                 bias=bias,
                 transposed=transposed,
                 table=table,
+                gated=gated,
                 dtype=self.dtype,
                 device=self.device,
                 quantization=self.quantization if quantized else None,

@@ -12,7 +12,7 @@ from torch import Tensor
 from openengine.core.heads import TaskHead
 from openengine.core.models.encoder import EncoderModel, SelfAttention
 from openengine.core.models.layers import Angles, GatedMlp
-from openengine.ops.activation import ACTIVATIONS, Gated
+from openengine.ops.activation import ACTIVATIONS
 from openengine.ops.batch import EncoderBatch
 from openengine.ops.linear import Linear
 from openengine.ops.norm import LayerNorm
@@ -75,9 +75,9 @@ class ModernBertModel(EncoderModel):
             out=self._linear(width, {f"{prefix}.attn.Wo": width}, bias=config.attention_bias),
             mlp_norm=self._layer_norm(f"{prefix}.mlp_norm", bias=config.norm_bias),
             mlp=GatedMlp(
-                self._linear(width, {f"{prefix}.mlp.Wi": 2 * inner}, bias=config.mlp_bias),
+                self._linear(width, {f"{prefix}.mlp.Wi": 2 * inner}, bias=config.mlp_bias, gated=True),
                 self._linear(inner, {f"{prefix}.mlp.Wo": width}, bias=config.mlp_bias),
-                Gated(config.activation, self._native),
+                config.activation,
             ),
         )
 

@@ -36,7 +36,7 @@ class NativeForward:
         self._qkv = buffer(heads * config.head_dim)
         self._normed_heads = buffer((config.num_heads + config.num_kv_heads) * config.head_dim)
         self._attended, self._kept_attended = (buffer(config.num_heads * config.head_dim) for _ in range(2))
-        self._gate_up, self._inner = buffer(2 * config.intermediate_size), buffer(config.intermediate_size)
+        self._inner = buffer(config.intermediate_size)
         residual, branch = self.program.source, None
         for layer in model.layers:
             residual, branch = self._layer(layer, residual, branch, ALL if layer is not model.layers[-1] else WANTED)
@@ -72,13 +72,9 @@ class NativeForward:
         return residual, branch
 
     def _mlp(self, mlp: GatedMlp | Mlp, rows: int) -> None:
-        program = self.program
-        if isinstance(mlp, GatedMlp):
-            program.product(mlp.gate_up.weights, self._normed, self._gate_up, rows)
-            program.gate(mlp.gated, self._gate_up, self._inner, rows)
-        else:
-            program.product(mlp.up.weights, self._normed, self._inner, rows, activation=mlp.activation)
-        program.product(mlp.down.weights, self._inner, self._branch, rows)
+        up = mlp.gate_up if isinstance(mlp, GatedMlp) else mlp.up
+        self.program.product(up.weights, self._normed, self._inner, rows, activation=mlp.activation)
+        self.program.product(mlp.down.weights, self._inner, self._branch, rows)
 
     def _attention(self, attention: Attention, rows: int) -> None:
         program, config = self.program, self._config
@@ -96,6 +92,7 @@ class NativeForward:
             k,
             v,
             self._attended,
+            rows,
             num_heads=config.num_heads,
             scale=config.attention_scale,
             window=config.windows[attention.layer],

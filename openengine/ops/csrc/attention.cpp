@@ -56,11 +56,12 @@ static void write_token(const AttentionLayer& layer, int token, int head) {
     const int offset = int(step.slots[token] - block * step.block_size), index = offset % TILE;
     const long at = tile_at(step, block, offset, head);
 
-    float key[HEAD_DIM_MAX];
-    load_head<Stored>(layer, layer.k, layer.k_stride, token, head, key);
+    float rotated[HEAD_DIM_MAX];
+    load_head<Stored>(layer, layer.k, layer.k_stride, token, head, rotated);
+    Stored key[HEAD_DIM_MAX];
+    for (int d = 0; d < head_dim; d += LANES) store(key + d, load(rotated + d));
     Stored* keys = (Stored*)layer.keys + at + index * P;
-    for (int d = 0; d < head_dim; d += P)
-        for (int e = 0; e < P; e++) put(keys + d * TILE + e, key[d + e]);
+    for (int d = 0; d < head_dim; d += P) store_as(keys + d * TILE, load_as<uint32_t>(key + d));
 
     const Stored* value = (const Stored*)layer.v + (long)token * layer.v_stride + head * head_dim;
     Stored* values = (Stored*)layer.values + at + (index / P) * head_dim * P + index % P;
@@ -254,7 +255,8 @@ static void run(Team& team, const AttentionLayer& layer, int* taken) {
 
 }  // namespace
 
-// Count the work of one step's layers of a window and, where there is room for them, list its items.
+// Count the work of one step's layers of a window and, where there is room for them, list its items: those that attend
+// wanted tokens.
 OE_EXPORT(attention_plan)(const AttentionStep* batch, AttentionPlan* plan) {
     const AttentionStep& step = *batch;
     const int tokens = tokens_of_items(step);
@@ -266,6 +268,12 @@ OE_EXPORT(attention_plan)(const AttentionStep* batch, AttentionPlan* plan) {
         cost += times * (step.context_lens[seq] - first.begin);
     }
     int num_items = 0, num_merges = 0, num_partials = 0;
+    int64_t wanted = plan->num_wanted;  // of those before `wanted` is the last that no item has passed
+    const auto is_wanted = [plan, &wanted](int64_t first, int64_t end) {
+        if (!plan->wanted) return true;
+        while (wanted > 0 && plan->wanted[wanted - 1] >= end) wanted--;
+        return wanted > 0 && plan->wanted[wanted - 1] >= first;
+    };
     // The largest items first: prompts, which a batch has last, and of each the last queries.
     for (int seq = step.num_seqs - 1; seq >= 0; seq--) {
         const int query_len = step.query_starts[seq + 1] - step.query_starts[seq];
@@ -274,13 +282,15 @@ OE_EXPORT(attention_plan)(const AttentionStep* batch, AttentionPlan* plan) {
         // One query is split if its keys are more than half of what a thread is to read.
         const bool is_split = query_len == 1 && chunks_of(span) > 1 && keys * step.num_threads * 2 > cost;
         const int chunks = is_split ? chunks_of(span) : 0;
-        for (int token = (query_len - 1) / tokens * tokens; token >= 0; token -= tokens)
+        for (int token = (query_len - 1) / tokens * tokens; token >= 0; token -= tokens) {
+            const int count = min_of(tokens, query_len - token), row = step.query_starts[seq] + token;
+            if (!is_wanted(row, row + count)) continue;
             for (int chunk = is_split ? 0 : -1; chunk < chunks; chunk++)
                 for (int head = 0; head < step.num_kv_heads; head++, num_items++)
                     if (plan->items)
-                        plan->items[num_items] = {seq, token, min_of(tokens, query_len - token), head, chunk,
-                                                  num_partials + head * chunks + chunk};
-        if (!is_split) continue;
+                        plan->items[num_items] = {seq, token, count, head, chunk, num_partials + head * chunks + chunk};
+        }
+        if (!is_split || !is_wanted(step.query_starts[seq], step.query_starts[seq] + 1)) continue;
         for (int head = 0; head < step.num_kv_heads; head++, num_merges++, num_partials += chunks)
             if (plan->items) plan->merges[num_merges] = {seq, head, num_partials, chunks};
     }

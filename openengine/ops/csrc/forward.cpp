@@ -2,15 +2,15 @@
 // between two kernels costs more than a wait of the team.
 
 #include "attention.h"
-#include "elementwise.h"
 #include "linear.h"
+#include "norm.h"
 
 #include <time.h>
 
 namespace {
 
 // The structs here are mirrored in program.py.
-enum Kernel : int32_t { NORM = 0, PRODUCT = 1, GATE = 2, ATTENTION = 3, TAKE = 4 };
+enum Kernel : int32_t { NORM = 0, PRODUCT = 1, ATTENTION = 2, TAKE = 3 };
 
 // Where a kernel finds or leaves the row 0 of a matrix, and its distance to row 1.
 struct Operand {
@@ -25,10 +25,10 @@ struct Operation {
     const Layer* layer;                // products
     const float *weight, *bias;        // norms
     void *keys, *values;               // attention
-    int64_t heads, n;                  // norms, gates; TAKE: n bytes
+    int64_t heads, n;                  // norms; TAKE: n bytes
     float eps, scale, softcap;
-    int32_t code;                      // norms: whether centered; products, gates: the activation; attention: which angles, or -1
-    int32_t window;                    // attention: which plan
+    int32_t code;                      // norms: whether centered; products: the activation; attention: which angles, or -1
+    int32_t plan;                      // attention: which one
     int32_t from_kind, to_kind;
 };
 
@@ -38,7 +38,7 @@ struct Angles {
     int64_t dim;
 };
 
-// What changes from step to step. `plans` are those of the windows, `angles` those of each rotary embedding.
+// What changes from step to step. `plans` are those of attention, `angles` those of each rotary embedding.
 struct Forward {
     const Operation* operations;
     int64_t num_operations;
@@ -76,15 +76,10 @@ LinearCall linear_call(const Forward& f, const Operation& op) {
     return {op.layer, at(f, x), x.row_bytes, at(f, y), y.row_bytes, rows_of(f, op), op.from_kind, op.to_kind, op.code};
 }
 
-GatedCall gated_call(const Forward& f, const Operation& op) {
-    const Operand& from = op.operands[0];
-    return {at(f, from), from.row_bytes, at(f, op.operands[1]), rows_of(f, op), op.n, op.code, op.from_kind};
-}
-
 AttentionLayer attention_layer(const Forward& f, const Operation& op) {
     const int64_t item = f.step->is_bfloat16 ? 2 : 4;
     const Operand &q = op.operands[0], &k = op.operands[1], &v = op.operands[2];
-    AttentionLayer layer = {f.step, f.plans[op.window], f.workspace, at(f, q), at(f, k), at(f, v)};
+    AttentionLayer layer = {f.step, f.plans[op.plan], f.workspace, at(f, q), at(f, k), at(f, v)};
     if (op.code >= 0) {
         const Angles& angles = f.angles[op.code];
         layer.cos = angles.cos, layer.sin = angles.sin, layer.rotary_dim = int32_t(angles.dim);
@@ -106,7 +101,6 @@ void run(Team& team, const Forward& f, const Operation& op, char* scratch, int* 
     switch (op.kernel) {
         case NORM: return OE_SHARE(share_norm)(team, norm_call(f, op));
         case PRODUCT: return OE_SHARE(share_linear)(team, linear_call(f, op), scratch);
-        case GATE: return OE_SHARE(share_gated)(team, gated_call(f, op));
         case ATTENTION: return OE_SHARE(share_attention)(team, attention_layer(f, op), taken);
         default: return take(team, f, op);
     }

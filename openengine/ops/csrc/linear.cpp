@@ -8,7 +8,7 @@
 
 namespace {
 
-constexpr int VECS = 2;                                       // vectors of outputs in a tile
+constexpr int VECS = 2;                                       // vectors of outputs in a tile: one of each half panel
 // Rows of a tile, at most: what its accumulators leave of the registers. More rows than that are computed in lower tiles,
 // which are faster once the weights are at hand.
 #if defined(__AVX512BF16__)
@@ -93,27 +93,38 @@ struct Product {
 
 // The totals of a tile, [rows][VECS], as outputs of type T.
 template <class T, int32_t ACTIVATION>
-void finish(const Product& p, const vf* totals, int64_t row, int64_t rows, int64_t column) {
+void finish(const Product& p, const vf* totals, int64_t row, int64_t rows, int64_t slot) {
+    const Layer& layer = *p.layer;
+    const int64_t gates = layer.outputs / 2;
+    const int64_t first = layer.is_gated ? slot / PANEL * HALF + slot % PANEL : slot;  // output of the first vector
+    const int64_t apart = layer.is_gated ? gates : HALF;                               // and from it to the second
+    const int64_t left[VECS] = {(layer.is_gated ? gates : layer.outputs) - first, layer.outputs - first - apart};
+    vf scale[VECS], bias[VECS];
+    for (int j = 0; j < VECS; j++) {
+        scale[j] = layer.kind == INT8 ? load(layer.scales + first + j * apart) : splat(1.0f);
+        bias[j] = load(layer.bias + first + j * apart);
+    }
     for (int64_t end = row + rows; row < end; row++) {
-        T* y = reinterpret_cast<T*>(p.y + row * p.y_bytes);
-        for (int j = 0; j < VECS; j++) {
-            const int64_t at = column + j * LANES;
-            vf value = *totals++;
-            if (p.layer->kind == INT8) value *= load(p.layer->scales + at);
-            value = activated<T>(ACTIVATION, value + load(p.layer->bias + at));
-            if (at < p.layer->outputs) store_some(y + at, value, p.layer->outputs - at);
+        T* y = reinterpret_cast<T*>(p.y + row * p.y_bytes) + first;
+        vf value[VECS];
+        for (int j = 0; j < VECS; j++) value[j] = *totals++ * scale[j] + bias[j];
+        if (ACTIVATION != NO_ACTIVATION && layer.is_gated) {
+            if (left[0] > 0) store_some(y, activated<T>(ACTIVATION, value[0]) * value[1], left[0]);
+            continue;
         }
+        for (int j = 0; j < VECS; j++)
+            if (left[j] > 0) store_some(y + j * apart, activated<T>(ACTIVATION, value[j]), left[j]);
     }
 }
 
 template <class T>
-void finish(const Product& p, const vf* totals, int64_t row, int64_t rows, int64_t column) {
+void finish(const Product& p, const vf* totals, int64_t row, int64_t rows, int64_t slot) {
     switch (p.activation) {
-        case SILU: return finish<T, SILU>(p, totals, row, rows, column);
-        case GELU_TANH: return finish<T, GELU_TANH>(p, totals, row, rows, column);
-        case GELU: return finish<T, GELU>(p, totals, row, rows, column);
-        case RELU: return finish<T, RELU>(p, totals, row, rows, column);
-        default: return finish<T, NO_ACTIVATION>(p, totals, row, rows, column);
+        case SILU: return finish<T, SILU>(p, totals, row, rows, slot);
+        case GELU_TANH: return finish<T, GELU_TANH>(p, totals, row, rows, slot);
+        case GELU: return finish<T, GELU>(p, totals, row, rows, slot);
+        case RELU: return finish<T, RELU>(p, totals, row, rows, slot);
+        default: return finish<T, NO_ACTIVATION>(p, totals, row, rows, slot);
     }
 }
 
@@ -125,12 +136,12 @@ OE_INLINE void join(const Product&, vf (&total)[ROWS][VECS], const vf (&acc)[ROW
 
 template <int ROWS>
 OE_INLINE void join(
-    const Product& p, vf (&total)[ROWS][VECS], const vi (&acc)[ROWS][VECS], int64_t run, int64_t row, int64_t column) {
+    const Product& p, vf (&total)[ROWS][VECS], const vi (&acc)[ROWS][VECS], int64_t run, int64_t row, int64_t slot) {
     typedef int16_t vs __attribute__((vector_size(2 * OE_LANES)));
-    const int16_t* sums = p.layer->sums + (column / PANEL * p.runs + run) * PANEL + column % PANEL;
+    const int16_t* sums = p.layer->sums + (slot / PANEL * p.runs + run) * PANEL + slot % PANEL;
     vf sum[VECS];
     for (int j = 0; j < VECS; j++)
-        sum[j] = __builtin_convertvector(__builtin_convertvector(load_as<vs>(sums + j * LANES), vi), vf);
+        sum[j] = __builtin_convertvector(__builtin_convertvector(load_as<vs>(sums + j * HALF), vi), vf);
     for (int i = 0; i < ROWS; i++) {
         const vf scale = splat(p.x_scales[(row + i) * p.runs + run]);
         const vf shift = splat(p.x_shifts[(row + i) * p.runs + run]);
@@ -141,9 +152,9 @@ OE_INLINE void join(
     }
 }
 
-// ROWS x (VECS * LANES) outputs at (row, column). Fetches two lines from `ahead` on with every group.
+// ROWS x (VECS * LANES) outputs from (row, slot) on. Fetches two lines from `ahead` on with every group.
 template <class D, int ROWS>
-void tile(const Product& p, const char* w, int64_t row, int64_t column, const char* ahead, int64_t ahead_step) {
+void tile(const Product& p, const char* w, int64_t row, int64_t slot, const char* ahead, int64_t ahead_step) {
     vf total[ROWS][VECS] = {};
     const char* x = p.x + row * p.x_bytes;
     const int64_t x_bytes = p.x_bytes;
@@ -160,24 +171,24 @@ void tile(const Product& p, const char* w, int64_t row, int64_t column, const ch
                 __builtin_prefetch(ahead + 64);
             }
             vi weights[VECS];
-            for (int j = 0; j < VECS; j++) weights[j] = load_as<vi>(w + j * LANES * GROUP);
+            for (int j = 0; j < VECS; j++) weights[j] = load_as<vi>(w + j * HALF * GROUP);
             for (int i = 0; i < ROWS; i++) {
                 const vi group = splat_group(x + i * x_bytes);
                 for (int j = 0; j < VECS; j++) acc[i][j] = D::dot(acc[i][j], group, weights[j]);
             }
         }
-        join<ROWS>(p, total, acc, run, row, column);
+        join<ROWS>(p, total, acc, run, row, slot);
     }
-    if (p.y_kind == BFLOAT16) finish<bf16>(p, &total[0][0], row, ROWS, column);
-    else finish<float>(p, &total[0][0], row, ROWS, column);
+    if (p.y_kind == BFLOAT16) finish<bf16>(p, &total[0][0], row, ROWS, slot);
+    else finish<float>(p, &total[0][0], row, ROWS, slot);
 }
 
 template <class D>
 void tile_of(
-    const Product& p, const char* w, int64_t row, int64_t rows, int64_t column, const char* ahead, int64_t ahead_step) {
+    const Product& p, const char* w, int64_t row, int64_t rows, int64_t slot, const char* ahead, int64_t ahead_step) {
     switch (rows) {
 #define OE_CASE(n) \
-    case n: return tile<D, n <= D::MAX_ROWS ? n : D::MAX_ROWS>(p, w, row, column, ahead, ahead_step);
+    case n: return tile<D, n <= D::MAX_ROWS ? n : D::MAX_ROWS>(p, w, row, slot, ahead, ahead_step);
         OE_CASE(1) OE_CASE(2) OE_CASE(3) OE_CASE(4) OE_CASE(5) OE_CASE(6) OE_CASE(7)
         OE_CASE(8) OE_CASE(9) OE_CASE(10) OE_CASE(11) OE_CASE(12) OE_CASE(13) OE_CASE(14)
 #undef OE_CASE
@@ -196,8 +207,8 @@ void multiply_panel(const Product& p, int64_t panel, int64_t row, int64_t end) {
     const char* ahead = tiles == 1 ? w + NEAR : w + panel_bytes;
     for (; tiles > 0; tiles--, ahead += p.groups * step) {
         const int64_t rows = (end - row + tiles - 1) / tiles;
-        for (int column = 0; column < PANEL; column += VECS * LANES)
-            tile_of<D>(p, w + column * GROUP, row, rows, panel * PANEL + column, ahead, step);
+        for (int64_t at = 0; at < HALF; at += LANES)
+            tile_of<D>(p, w + at * GROUP, row, rows, panel * PANEL + at, ahead, step);
         row += rows;
     }
 }

@@ -3,7 +3,8 @@
 //     panel (32 outputs) / group of inputs (4 bytes: 1 float32, 2 bfloat16 or 4 int8) / output / input of the group
 //
 // with zeros for outputs and inputs that are not there. A product reads a panel once, in order; one layout serves any
-// number of rows and every level.
+// number of rows and every level. The outputs of a gated layer are [gate | up]: half a panel of gates lies beside the
+// half panel they are multiplied with.
 //
 // Int8 weights are symmetric, with a scale per output; activations are asymmetric, with a scale and a zero for every
 // run of 192 inputs of a row, for which the sum of the run's quantized weights is kept per output.
@@ -20,17 +21,18 @@ namespace {
 
 enum Kind : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
 
-// Mirrored by `_Layer` in linear_native.py. Arrays have an item for each output of whole panels.
+// Mirrored by `_Layer` in linear_native.py. Arrays have as many items as whole panels have outputs.
 struct Layer {
     char* weights;
     float* scales;  // int8 only
     int16_t* sums;  // int8 only: panel / run / output
     const float* bias;
     int64_t outputs, inputs;
-    int32_t kind;
+    int32_t kind, is_gated;
 };
 
-constexpr int64_t PANEL = 32, GROUP = 4, ROW = PANEL * GROUP;  // a row is one group of inputs for a panel's outputs
+constexpr int64_t PANEL = 32, HALF = PANEL / 2;
+constexpr int64_t GROUP = 4, ROW = PANEL * GROUP;  // a row is one group of inputs for a panel's outputs
 constexpr int64_t INT8_RUN = 192;                              // inputs
 
 typedef uint8_t vb __attribute__((vector_size(OE_LANES)));
@@ -41,14 +43,23 @@ OE_INLINE int64_t panels_of(const Layer& layer) { return padded(layer.outputs, P
 OE_INLINE int64_t groups_of(const Layer& layer) { return padded(layer.inputs * item_bytes(layer.kind), GROUP) / GROUP; }
 OE_INLINE int64_t runs_of(const Layer& layer) { return padded(layer.inputs, INT8_RUN) / INT8_RUN; }
 
+// Which of all panels' outputs a layer's output is.
+OE_INLINE int64_t slot_of(const Layer& layer, int64_t output) {
+    if (!layer.is_gated) return output;
+    const int64_t gates = layer.outputs / 2, gate = output % gates;
+    return gate / HALF * PANEL + output / gates * HALF + gate % HALF;
+}
+
 OE_INLINE char* place(const Layer& layer, int64_t output) {
-    return layer.weights + (output / PANEL * groups_of(layer) * PANEL + output % PANEL) * GROUP;
+    const int64_t slot = slot_of(layer, output);
+    return layer.weights + (slot / PANEL * groups_of(layer) * PANEL + slot % PANEL) * GROUP;
 }
 
 }  // namespace
 
-// y [rows, outputs] = activation(x [rows, inputs] w^T + bias). Strides in bytes. x is of the layer's kind, for int8 either float
-// kind; y is of either float kind. `scratch` has the bytes that `scratch_bytes` says.
+// y [rows, outputs] = activation(x [rows, inputs] w^T + bias); for a gated layer with an activation it is
+// y [rows, outputs / 2] = activation(gate) * up. Strides in bytes. x is of the layer's kind, for int8 either float kind;
+// y is of either float kind. `scratch` has the bytes that `scratch_bytes` says.
 struct LinearCall {
     const Layer* layer;
     const char* x;

@@ -28,7 +28,8 @@ void quantize_weights(const T* x, int64_t n, int8_t* q, float* scale) {
 void write_quantized(const Layer& layer, const int8_t* q, int64_t output) {
     char* to = place(layer, output);
     for (int64_t group = 0; group < groups_of(layer); group++) memcpy(to + group * ROW, q + group * GROUP, GROUP);
-    int16_t* sums = layer.sums + output / PANEL * runs_of(layer) * PANEL + output % PANEL;
+    const int64_t slot = slot_of(layer, output);
+    int16_t* sums = layer.sums + slot / PANEL * runs_of(layer) * PANEL + slot % PANEL;
     for (int64_t run = 0; run < runs_of(layer); run++) {
         const int64_t start = run * INT8_RUN, end = start + INT8_RUN < layer.inputs ? start + INT8_RUN : layer.inputs;
         int32_t sum = 0;

@@ -1,8 +1,7 @@
-// What stands between matrix products: residual addition with normalization, and gated activation. Computed in
-// float32, rounded once when stored. Each row on its own: a result does not depend on the rows beside it.
+// Residual addition with normalization. Computed in float32, rounded once when stored. Each row on its own: a result
+// does not depend on the rows beside it.
 
-#include "activation.h"
-#include "elementwise.h"
+#include "norm.h"
 #include "rows.h"
 
 namespace {
@@ -58,39 +57,11 @@ void norm(const Team& team, const NormCall& c) {
                 c.bias, reinterpret_cast<T*>(c.y) + (row * c.heads + head) * c.n, c.n, c.eps, c.centered);
 }
 
-template <class T, int32_t ACTIVATION>
-void gated(const Team& team, const GatedCall& c) {
-    for (int64_t row = team.first(c.rows); row < team.last(c.rows); row++) {
-        const T* gate = reinterpret_cast<const T*>(c.from + row * c.from_bytes);
-        const T* up = gate + c.n;
-        T* y = reinterpret_cast<T*>(c.y) + row * c.n;
-        for (int64_t i = 0; i < c.n; i += LANES) {
-            const vf value = activated<T>(ACTIVATION, load_some(gate + i, c.n - i)) * load_some(up + i, c.n - i);
-            store_some(y + i, value, c.n - i);
-        }
-    }
-}
-
-template <class T>
-void gated(const Team& team, const GatedCall& c) {
-    switch (c.activation) {
-        case SILU: return gated<T, SILU>(team, c);
-        case GELU_TANH: return gated<T, GELU_TANH>(team, c);
-        case GELU: return gated<T, GELU>(team, c);
-        default: return gated<T, RELU>(team, c);
-    }
-}
-
 }  // namespace
 
 OE_SHARED(share_norm)(Team& team, const NormCall& call) {
     if (call.kind == BFLOAT16) norm<bf16>(team, call);
     else norm<float>(team, call);
-}
-
-OE_SHARED(share_gated)(Team& team, const GatedCall& call) {
-    if (call.kind == BFLOAT16) gated<bf16>(team, call);
-    else gated<float>(team, call);
 }
 
 OE_EXPORT(norm)(
@@ -99,11 +70,4 @@ OE_EXPORT(norm)(
     const NormCall call = {x, x_bytes, delta, delta_bytes, weight, bias, y, rows, heads, n, eps, centered, kind};
     const int threads = rows * heads * n < SMALL ? 1 : omp_get_max_threads();
     together(threads, [&call](Team& team) { OE_SHARE(share_norm)(team, call); });
-}
-
-OE_EXPORT(gated)(
-    int32_t activation, const char* from, int64_t from_bytes, char* y, int64_t rows, int64_t n, int32_t kind) {
-    const GatedCall call = {from, from_bytes, y, rows, n, activation, kind};
-    const int threads = rows * n < SMALL / 4 ? 1 : omp_get_max_threads();
-    together(threads, [&call](Team& team) { OE_SHARE(share_gated)(team, call); });
 }

@@ -1,7 +1,7 @@
-// The arguments of elementwise.cpp. Strides between rows in bytes.
+// The arguments of norm.cpp. Strides between rows in bytes.
 
-#ifndef OE_ELEMENTWISE_H
-#define OE_ELEMENTWISE_H
+#ifndef OE_NORM_H
+#define OE_NORM_H
 
 #include "team.h"
 
@@ -19,16 +19,6 @@ struct NormCall {
     int32_t centered, kind;
 };
 
-// activation(gate) * up for [gate | up] of n items each: y [rows, n].
-struct GatedCall {
-    const char* from;
-    int64_t from_bytes;
-    char* y;
-    int64_t rows, n;
-    int32_t activation, kind;
-};
-
 OE_SHARED(share_norm)(Team& team, const NormCall& call);
-OE_SHARED(share_gated)(Team& team, const GatedCall& call);
 
 #endif
