@@ -183,6 +183,13 @@ def test_many_rows_are_limited_by_bytes_and_operations():
     assert _COST.decode_s([10, 10], machine) == 2400 + 2 * 8 * (10 + 4) + operations
 
 
+def test_a_step_cannot_be_shorter_than_the_longer_of_reading_and_computing_in_each_part():
+    products, weights, attention, kv = 2 * 2 * 1200, 2400, 2 * 4 * 8 * (10 + 4), 2 * 8 * (10 + 4)
+    assert _COST.decode_bound_s([10, 10], 1.0, 1.0) == products + attention
+    assert _COST.decode_bound_s([10, 10], 1e9, 1.0) == weights + kv
+    assert _COST.decode_bound_s([10, 10], 3.0, 1.0) == weights + attention / 3
+
+
 def test_a_prompt_in_two_parts_costs_what_it_costs_whole():
     head = 2 * 200
     for split in (2, 4, 7):

@@ -5,6 +5,7 @@
                      the same + operations / GEMM rate                  several rows
 
 The sum is no strict bound, since reading and computing can overlap; it is what kernels reach that do neither badly.
+`decode_bound_s` is one: kernels run one after the other, and none takes less than the longer of the two.
 """
 
 from __future__ import annotations
@@ -44,24 +45,24 @@ class ModelCost:
         pairs = sum(_sum_visible(start, start + num_tokens, window) for window in self.windows)
         return 2.0 * (self.layer_weights * num_tokens + self.head_weights) + 4.0 * self.query_width * pairs
 
-    def decode_operations(self, contexts: Iterable[float]) -> float:
+    def decode_operations(self, contexts: Sequence[float]) -> float:
         """Operations of one token for each context (tokens seen, itself included)."""
-        total = 0.0
-        for context in contexts:
-            visible = sum(_visible(context, window) for window in self.windows)
-            total += 2.0 * (self.layer_weights + self.head_weights) + 4.0 * self.query_width * visible
-        return total
+        return self._product_operations(len(contexts)) + self._attention_operations(contexts)
 
     def decode_bytes(self, contexts: Iterable[float]) -> float:
         """Bytes one decode step reads: all weights, and each row's visible KV."""
-        layer_bytes = self.kv_token_bytes / len(self.windows)
-        kv = sum(layer_bytes * _visible(context, window) for context in contexts for window in self.windows)
-        return self.weight_bytes + kv
+        return self.weight_bytes + self._kv_bytes(contexts)
 
     def decode_s(self, contexts: Sequence[float], machine: Machine) -> float:
         """Seconds of one decode step with a row for each context."""
         seconds = self.decode_bytes(contexts) / machine.read_rate
         return seconds if len(contexts) == 1 else seconds + self.decode_operations(contexts) / machine.gemm_rate
+
+    def decode_bound_s(self, contexts: Sequence[float], gemm_rate: float, read_rate: float) -> float:
+        """Seconds below which no decode step can be whose matrix products and attention follow one another."""
+        products = max(self._product_operations(len(contexts)) / gemm_rate, self.weight_bytes / read_rate)
+        attention = max(self._attention_operations(contexts) / gemm_rate, self._kv_bytes(contexts) / read_rate)
+        return products + attention
 
     def batch_s(self, requests: Sequence[Request], machine: Machine, *, shared_prefix: int = 0) -> float:
         """Seconds of requests that run together; the first `shared_prefix` tokens of all prompts are computed once."""
@@ -73,6 +74,16 @@ class ModelCost:
             contexts = [len(request.token_ids) + step for request in requests if request.max_tokens > step]
             seconds += self.decode_s(contexts, machine)
         return seconds
+
+    def _product_operations(self, num_rows: int) -> float:
+        return 2.0 * (self.layer_weights + self.head_weights) * num_rows
+
+    def _attention_operations(self, contexts: Iterable[float]) -> float:
+        return 4.0 * self.query_width * sum(_visible(c, window) for c in contexts for window in self.windows)
+
+    def _kv_bytes(self, contexts: Iterable[float]) -> float:
+        layer_bytes = self.kv_token_bytes / len(self.windows)
+        return layer_bytes * sum(_visible(c, window) for c in contexts for window in self.windows)
 
 
 def _visible(context: float, window: int | None) -> float:

@@ -1,9 +1,9 @@
 """How the time of a decode step grows with concurrency and with context, and where it grows more than the work does.
 
-Each point is the median over steps that decode exactly so many rows. `over_limit` compares each with what the machine
-could give (`cost.py`) at the read rate right after it, for on a shared host that changes from second to second. A cliff
-is a point whose `over_limit` is more than 1.3 times the least of the points before it on its curve: more work should
-never make the engine less efficient.
+Each point is the median over steps that decode exactly so many rows. `over_limit` compares each with the least that its
+operations and bytes could take (`ModelCost.decode_bound_s`) at the read rate right after it, for on a shared host that
+changes from second to second. A cliff is a point whose `over_limit` is more than 1.3 times the least of the points before
+it on its curve: more work should never make the engine less efficient.
 """
 
 from __future__ import annotations
@@ -95,8 +95,10 @@ def _point(bench: Bench, probe: ReadProbe, name: str, rows: int, context: int) -
     if not steps:
         raise CannotRun("the requests never decoded together")
     mean = context - len(steps) // 2
-    operations, read = bench.cost.decode_operations([mean] * rows), bench.cost.decode_bytes([mean] * rows)
-    over_limit = [step.seconds / (operations / bench.machine.gemm_rate + read / step.read_rate) for step in steps]
+    over_limit = [
+        step.seconds / bench.cost.decode_bound_s([mean] * rows, bench.machine.gemm_rate, step.read_rate)
+        for step in steps
+    ]
     step_s, read_rate = (statistics.median(getattr(step, name) for step in steps) for name in ("seconds", "read_rate"))
     return Point(name, rows, mean, step_s, read_rate, statistics.median(over_limit))
 
