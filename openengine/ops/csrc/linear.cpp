@@ -18,6 +18,7 @@ constexpr int FLOAT_ROWS = 10, INT8_ROWS = 6, MANY_ROWS = 8;
 #else
 constexpr int FLOAT_ROWS = 4, INT8_ROWS = 2, MANY_ROWS = 4;
 #endif
+constexpr int64_t ROWS_AT_ONCE = 64;        // of a panel: their totals and what a run reads of them stay close to the core
 constexpr int64_t NEAR = 4096;              // bytes to fetch ahead of a tile that reads weights from memory
 constexpr int64_t BLOCK_BYTES = 1 << 20;    // of activations that stay in the second-level cache beside a panel
 constexpr int64_t SMALL = 65536;            // bytes of weights times rows: below, waking the threads costs more
@@ -152,64 +153,69 @@ OE_INLINE void join(
     }
 }
 
-// ROWS x (VECS * LANES) outputs from (row, slot) on. Fetches two lines from `ahead` on with every group.
-template <class D, int ROWS>
-void tile(const Product& p, const char* w, int64_t row, int64_t slot, const char* ahead, int64_t ahead_step) {
-    vf total[ROWS][VECS] = {};
-    const char* x = p.x + row * p.x_bytes;
+// A run of groups of the outputs from `slot` on.
+struct Run {
+    const char* weights;
+    int64_t index, groups, slot;
+};
+
+// What a run adds to `totals`, [ROWS][VECS], of the rows from `row` on. With every group what lies at `ahead` is fetched: into
+// the second-level cache, and all of it, where one tile takes all rows and memory is the limit; else into the first.
+template <class D, int ROWS, bool STREAMED>
+void tile(const Product& p, const Run& run, int64_t row, vf* totals, const char* ahead, int64_t ahead_step) {
+    typename D::Acc acc[ROWS][VECS] = {};
+    const char *w = run.weights, *x = p.x + row * p.x_bytes + run.index * D::RUN * GROUP;
     const int64_t x_bytes = p.x_bytes;
-    int64_t run = 0;
-    for (int64_t left = p.groups; left > 0; left -= D::RUN, run++) {
-        typename D::Acc acc[ROWS][VECS] = {};
-        const char* end = w + (left < D::RUN ? left : D::RUN) * ROW;
-        for (; w != end; w += ROW, x += GROUP, ahead += ahead_step) {
-            if (ahead_step * 2 >= ROW) {  // what limits is memory
-                fetch(ahead);
-                fetch(ahead + 64);
-            } else {
-                __builtin_prefetch(ahead);
-                __builtin_prefetch(ahead + 64);
-            }
-            vi weights[VECS];
-            for (int j = 0; j < VECS; j++) weights[j] = load_as<vi>(w + j * HALF * GROUP);
-            for (int i = 0; i < ROWS; i++) {
-                const vi group = splat_group(x + i * x_bytes);
-                for (int j = 0; j < VECS; j++) acc[i][j] = D::dot(acc[i][j], group, weights[j]);
-            }
+    for (const char* end = w + run.groups * ROW; w != end; w += ROW, x += GROUP, ahead += ahead_step) {
+        if (STREAMED) fetch(ahead), fetch(ahead + 64);
+        else __builtin_prefetch(ahead);
+        vi weights[VECS];
+        for (int j = 0; j < VECS; j++) weights[j] = load_as<vi>(w + j * HALF * GROUP);
+        for (int i = 0; i < ROWS; i++) {
+            const vi group = splat_group(x + i * x_bytes);
+            for (int j = 0; j < VECS; j++) acc[i][j] = D::dot(acc[i][j], group, weights[j]);
         }
-        join<ROWS>(p, total, acc, run, row, slot);
     }
-    if (p.y_kind == BFLOAT16) finish<bf16>(p, &total[0][0], row, ROWS, slot);
-    else finish<float>(p, &total[0][0], row, ROWS, slot);
+    join<ROWS>(p, *reinterpret_cast<vf(*)[ROWS][VECS]>(totals), acc, run.index, row, run.slot);
 }
 
-template <class D>
+template <class D, bool STREAMED>
 void tile_of(
-    const Product& p, const char* w, int64_t row, int64_t rows, int64_t slot, const char* ahead, int64_t ahead_step) {
+    const Product& p, const Run& run, int64_t row, int64_t rows, vf* totals, const char* ahead, int64_t ahead_step) {
     switch (rows) {
 #define OE_CASE(n) \
-    case n: return tile<D, n <= D::MAX_ROWS ? n : D::MAX_ROWS>(p, w, row, slot, ahead, ahead_step);
+    case n: return tile<D, n <= D::MAX_ROWS ? n : D::MAX_ROWS, STREAMED>(p, run, row, totals, ahead, ahead_step);
         OE_CASE(1) OE_CASE(2) OE_CASE(3) OE_CASE(4) OE_CASE(5) OE_CASE(6) OE_CASE(7)
         OE_CASE(8) OE_CASE(9) OE_CASE(10) OE_CASE(11) OE_CASE(12) OE_CASE(13) OE_CASE(14)
 #undef OE_CASE
     }
 }
 
-// Rows [row, end) of one panel, in tiles of nearly equal height.
+// `rows` rows of one panel from `row` on, in tiles of nearly equal height. The tiles take one run after the other together, so
+// that its weights come from memory once, and evenly: those of the next are fetched meanwhile.
 template <class D>
-void multiply_panel(const Product& p, int64_t panel, int64_t row, int64_t end) {
-    const char* w = p.layer->weights + panel * p.groups * ROW;
-    const int64_t panel_bytes = p.groups * ROW;
-    const int64_t most = end - row <= D::MAX_ROWS || MANY_ROWS > D::MAX_ROWS ? D::MAX_ROWS : MANY_ROWS;
-    int64_t tiles = (end - row + most - 1) / most;
-    // One tile reads the weights from memory as it goes; several have the time to fetch the next panel.
-    const int64_t step = ROW / tiles;
-    const char* ahead = tiles == 1 ? w + NEAR : w + panel_bytes;
-    for (; tiles > 0; tiles--, ahead += p.groups * step) {
-        const int64_t rows = (end - row + tiles - 1) / tiles;
-        for (int64_t at = 0; at < HALF; at += LANES)
-            tile_of<D>(p, w + at * GROUP, row, rows, panel * PANEL + at, ahead, step);
-        row += rows;
+void multiply_panel(const Product& p, int64_t panel, int64_t row, int64_t rows) {
+    const int64_t most = rows <= D::MAX_ROWS || MANY_ROWS > D::MAX_ROWS ? D::MAX_ROWS : MANY_ROWS;
+    const int64_t tiles = (rows + most - 1) / most, step = ROW / tiles;
+    for (int64_t at = 0; at < HALF; at += LANES) {
+        vf totals[ROWS_AT_ONCE * VECS];
+        memset(totals, 0, rows * VECS * sizeof(vf));
+        Run run = {p.layer->weights + panel * p.groups * ROW + at * GROUP, 0, 0, panel * PANEL + at};
+        for (int64_t left = p.groups; left > 0; left -= D::RUN, run.weights += run.groups * ROW, run.index++) {
+            run.groups = left < D::RUN ? left : D::RUN;
+            if (tiles == 1) {
+                tile_of<D, true>(p, run, row, rows, totals, run.weights + NEAR, ROW);
+                continue;
+            }
+            const char* ahead = run.weights + D::RUN * ROW;
+            for (int64_t first = 0, tile = tiles; tile > 0; tile--) {
+                const int64_t height = (rows - first + tile - 1) / tile;
+                tile_of<D, false>(p, run, row + first, height, totals + first * VECS, ahead, step);
+                first += height, ahead += run.groups * step;
+            }
+        }
+        if (p.y_kind == BFLOAT16) finish<bf16>(p, totals, row, rows, run.slot);
+        else finish<float>(p, totals, row, rows, run.slot);
     }
 }
 
@@ -218,8 +224,12 @@ template <class D>
 void multiply_share(const Team& team, const Product& p, int64_t rows, int64_t blocks) {
     const int64_t panels = panels_of(*p.layer), units = panels * blocks;
     for (int64_t unit = team.first(units); unit < team.last(units); unit++) {
-        const int64_t block = unit / panels;
-        multiply_panel<D>(p, unit % panels, rows * block / blocks, rows * (block + 1) / blocks);
+        const int64_t block = unit / panels, first = rows * block / blocks, count = rows * (block + 1) / blocks - first;
+        const int64_t parts = (count + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+        for (int64_t part = 0; part < parts; part++) {
+            const int64_t row = count * part / parts;
+            multiply_panel<D>(p, unit % panels, first + row, count * (part + 1) / parts - row);
+        }
     }
 }
 
