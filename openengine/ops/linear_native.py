@@ -43,7 +43,7 @@ class _Layer(ctypes.Structure):
 
 
 class NativeWeights:
-    """Packed weights [out, in] with a bias, in `dtype`, or in int8 with activations quantized per row.
+    """Packed weights [out, in] with a bias, in `dtype`, or in int8 with activations quantized as they come.
 
     How int8 quantizes is described in `ops.quantize`, whose `Int8Weights` is the twin.
     `bias` is float32 [out], zeros until written, or None.
