@@ -122,6 +122,8 @@ class NativeWeights:
 
         The result is the first rows of `out`, contiguous and in `dtype`, where there is one.
         """
+        assert x.shape[1] == self.in_features, "x must be [T, in]"
+        assert self.int8 or x.dtype == self.dtype, "x must be of the dtype of the weights"
         if x.stride(1) != 1:
             x = x.contiguous()
         num_rows = x.shape[0]
