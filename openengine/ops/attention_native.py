@@ -197,7 +197,7 @@ class NativeAttention:
     ) -> tuple[int, list[int], int]:
         """Addresses of a prepared step: of its structure, of the plan of each kind of layer, and of the workspace.
 
-        A kind is the window and whether only `batch.logits_rows` of the result are wanted; the others stay unwritten.
+        A kind is the window and whether only `batch.logits_rows` of the result are wanted; others may stay unwritten.
         """
         plans = [self._plan_of(batch, window, num_heads, wanted=wanted) for window, wanted in kinds]
         return addressof(batch.scratch["native"].step), plans, self._workspace.data_ptr()
@@ -215,13 +215,13 @@ class NativeAttention:
         self, step: _Step, num_heads: int, window: int | None, wanted: Tensor | None
     ) -> tuple[_Plan, Tensor]:
         step.num_heads = num_heads
-        plan = _Plan(window=window or 0)
+        plan = _Plan(window=window or 0, num_wanted=-1)
         if wanted is not None:
             plan.wanted, plan.num_wanted = wanted.data_ptr(), wanted.shape[0]
         self._plan(byref(step), byref(plan))  # counts
         lists = torch.empty(plan.num_items * _ITEM_INTS + plan.num_merges * _MERGE_INTS, dtype=torch.int32)
-        plan.items = lists.data_ptr()
-        plan.merges = plan.items + plan.num_items * _ITEM_INTS * lists.itemsize
+        address = lists.data_ptr()
+        plan.items, plan.merges = address, address + plan.num_items * _ITEM_INTS * lists.itemsize
         self._plan(byref(step), byref(plan))  # lists
         size = step.num_threads * plan.scratch_bytes + plan.num_partials * plan.partial_bytes
         if size > self._workspace.numel():

@@ -43,7 +43,7 @@ class _Layer(ctypes.Structure):
 
 
 class NativeWeights:
-    """Packed weights [out, in] with a bias, in `dtype`, or in int8 with activations quantized per row.
+    """Packed weights [out, in] with a bias, in `dtype`, or in int8 with activations quantized as they come.
 
     How int8 quantizes is described in `ops.quantize`, whose `Int8Weights` is the twin.
     `bias` is float32 [out], zeros until written, or None.
@@ -122,6 +122,8 @@ class NativeWeights:
 
         The result is the first rows of `out`, contiguous and in `dtype`, where there is one.
         """
+        assert x.shape[1] == self.in_features, "x must be [T, in]"
+        assert self.int8 or x.dtype == self.dtype, "x must be of the dtype of the weights"
         if x.stride(1) != 1:
             x = x.contiguous()
         num_rows = x.shape[0]

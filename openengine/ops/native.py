@@ -24,7 +24,7 @@ __all__ = ["LEVELS", "NativeLibrary", "native_absence", "native_library"]
 _log = logging.getLogger("openengine")
 
 # Raise together with OE_INTERFACE in csrc/common.h whenever the arguments of any function change.
-INTERFACE = 7
+INTERFACE = 8
 LEVELS = ("generic", "avx2", "avx512", "avx512_bf16")  # each includes those before it, as cpu.cpp tests them
 _REBUILD = "install a C++17 compiler (GCC 9+ or Clang 12+) and install openengine-inference again"
 

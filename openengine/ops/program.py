@@ -75,7 +75,6 @@ class _Forward(ctypes.Structure):
         ("num_tokens", c_int64),
         ("num_wanted", c_int64),
         *((name, c_void_p) for name in ("wanted", "step", "plans", "angles", "workspace", "seconds")),
-        ("num_threads", c_int32),
     )
 
 
@@ -211,7 +210,6 @@ class NativeProgram:
             addressof(angle_list),
             workspace,
             addressof(self._seconds) if self.is_timed else None,
-            torch.get_num_threads(),
         )
         self._run(byref(forward))
         return result

@@ -205,6 +205,15 @@ def test_inputs_may_be_strided_and_empty_and_outputs_of_another_dtype(dtype):
 
 
 @native
+def test_inputs_of_another_width_or_dtype_are_not_read():
+    x, weight, bias = example(2, 64, 40, torch.bfloat16)
+    weights = packed(weight, bias)
+    for wrong in (x[:, :32], x.float()):
+        with pytest.raises(AssertionError, match="x must be"):
+            weights.multiply(wrong, torch.float32)
+
+
+@native
 @each_level
 def test_values_that_are_not_finite_stay_in_their_row(level):
     x, weight, bias = example(6, 200, 40, torch.float32)

@@ -246,6 +246,28 @@ def test_layers_of_different_windows_share_one_step():
         torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)
 
 
+@EVERY_LEVEL
+@torch.inference_mode()
+def test_only_wanted_tokens_are_attended_where_few_are(level):
+    backend = NativeAttention(torch.float32, level=level)
+    kv = backend.allocate(KvSpec(1, 2, 32, torch.float32, CPU), 12, 32)
+    tables, heads = [[0], [1], list(range(2, 12))], 4
+
+    def num_items(wanted: list[int]) -> int:
+        batch = make_batch(kv, tables, [1, 1, 300], [20, 30, 300])
+        batch.logits_rows = torch.tensor(wanted, dtype=torch.int64)
+        backend.prepare(batch, windows=[None])
+        backend.described(batch, [(None, True)], heads)
+        ((plan, _lists),) = batch.scratch["native"].plans.values()
+        return plan.num_items
+
+    each = kv.spec.num_kv_heads  # items of one decode, and of each span of the prompt's queries
+    assert num_items([]) == 0
+    assert num_items([1]) == num_items([301]) == num_items([290, 301]) == each
+    assert num_items([0, 1, 301]) == 3 * each
+    assert num_items(list(range(302))) > num_items([0, 1, 2, 301]) == 4 * each
+
+
 # ---- the cache -----------------------------------------------------------------------------------
 
 

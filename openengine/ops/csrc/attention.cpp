@@ -155,7 +155,7 @@ static void list(const AttentionLayer& layer, const AttentionItem& item, const S
         offset += TILE;
         if (offset == step.block_size) offset = 0, block++;
     }
-    // What is fetched beside a longer chunk.
+    // A longer chunk, beside which this one is fetched, asks for as many tiles as it has itself.
     for (int i = (chunk.count + TILE - 1) / TILE; i < CHUNK / TILE; i++)
         chunk.keys[i] = chunk.keys[i - 1], chunk.values[i] = chunk.values[i - 1];
 }
@@ -270,7 +270,7 @@ OE_EXPORT(attention_plan)(const AttentionStep* batch, AttentionPlan* plan) {
     int num_items = 0, num_merges = 0, num_partials = 0;
     int64_t wanted = plan->num_wanted;  // of those before `wanted` is the last that no item has passed
     const auto is_wanted = [plan, &wanted](int64_t first, int64_t end) {
-        if (!plan->wanted) return true;
+        if (plan->num_wanted < 0) return true;
         while (wanted > 0 && plan->wanted[wanted - 1] >= end) wanted--;
         return wanted > 0 && plan->wanted[wanted - 1] >= first;
     };

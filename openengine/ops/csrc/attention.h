@@ -27,8 +27,8 @@ struct AttentionMerge {
 
 // How the layers of one window share their work out; of some layers only few tokens' results are wanted.
 struct AttentionPlan {
-    const int64_t* wanted;  // [num_wanted], tokens, ascending; null: all
-    int64_t num_wanted;
+    const int64_t* wanted;  // [num_wanted], tokens, ascending
+    int64_t num_wanted;     // -1: all
     int32_t window;  // keys that a query sees; 0 for all
     int32_t num_items, num_merges, num_partials, is_small;
     int32_t num_together;   // items that a thread takes at once

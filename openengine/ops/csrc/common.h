@@ -26,7 +26,7 @@ static inline int omp_get_max_threads() { return 1; }
 #endif
 
 // Raise together with INTERFACE in native.py whenever the arguments of any exported function change.
-#define OE_INTERFACE 7
+#define OE_INTERFACE 8
 
 #ifdef OE_LEVEL
 #define OE_JOIN_(name, level) oe_##name##_##level
@@ -189,7 +189,7 @@ OE_INLINE vf exp2_fraction_rough(vf f) {
 // 2^(n + f) for f in [-0.5, 0.5], n in the low bits of `shifted`. Exponents outside -126..127 are garbage.
 OE_INLINE vf scaled_exp2(vf shifted, vf f) {
     vf p = exp2_fraction(f);
-    return bits_as<vf>(bits_as<vi>(p) + (bits_as<vi>(shifted) << 23));
+    return bits_as<vf>(bits_as<vu>(p) + (bits_as<vu>(shifted) << 23));
 }
 
 constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: adding it leaves a float's nearest integer in its low bits

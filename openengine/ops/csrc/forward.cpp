@@ -50,7 +50,6 @@ struct Forward {
     const Angles* angles;
     void* workspace;
     double* seconds;  // of each kernel, added up; null: not wanted
-    int32_t num_threads;
 };
 
 double now() {
@@ -110,15 +109,16 @@ void run(Team& team, const Forward& f, const Operation& op, char* scratch, int* 
 
 OE_EXPORT(forward)(const Forward* forward) {
     const Forward& f = *forward;
+    const int threads = f.step->num_threads;  // for as many the workspace has room
     int64_t scratch_size = 0;
     for (int64_t i = 0; i < f.num_operations; i++)
         if (f.operations[i].kernel == PRODUCT) {
-            const int64_t bytes = scratch_bytes(linear_call(f, f.operations[i]), f.num_threads);
+            const int64_t bytes = scratch_bytes(linear_call(f, f.operations[i]), threads);
             if (bytes > scratch_size) scratch_size = bytes;
         }
     char* scratch = static_cast<char*>(malloc(scratch_size));
     int* taken = static_cast<int*>(calloc(f.num_operations, sizeof(int)));
-    together(f.num_threads, [&f, scratch, taken](Team& team) {
+    together(threads, [&f, scratch, taken](Team& team) {
         double last = f.seconds ? now() : 0.0;
         for (int64_t i = 0; i < f.num_operations; i++) {
             run(team, f, f.operations[i], scratch, taken + i);

@@ -244,6 +244,7 @@ void multiply_share(const Team& team, const Product& p, int64_t rows, int64_t bl
 // Blocks of rows that fit the cache, and more where the panels alone do not share out evenly.
 int64_t blocks_for(int64_t panels, int64_t rows, int64_t bytes, int64_t threads) {
     int64_t blocks = (bytes + BLOCK_BYTES - 1) / BLOCK_BYTES;
+    if (blocks > rows) blocks = rows;
     while (rows / (blocks + 1) >= 2 * FLOAT_ROWS) {
         const int64_t units = panels * blocks, most = (units + threads - 1) / threads;
         if (most * threads * 16 <= units * 17) break;  // threads wait for at most a sixteenth of the work
@@ -271,16 +272,16 @@ OE_INLINE void quantize(const T* x, int64_t n, uint8_t* q, float* scale, float* 
     NanCheck check;
     for (int i = 0; i < VECTORS; i++) v[i] = n > i * LANES ? load_some(x + i * LANES, n - i * LANES) : vf{};
     for (int i = 0; i < VECTORS / 2; i++) {
-        low[i] = least(v[2 * i], v[2 * i + 1]);
-        high[i] = most(v[2 * i], v[2 * i + 1]);
+        low[i] = smaller(v[2 * i], v[2 * i + 1]);
+        high[i] = larger(v[2 * i], v[2 * i + 1]);
         NanCheck::add(check, v[2 * i], v[2 * i + 1]);
     }
     for (int count = VECTORS / 2; count > 1; count -= count / 2)
         for (int i = 0; i < count / 2; i++) {
-            low[i] = least(low[i], low[count - 1 - i]);
-            high[i] = most(high[i], high[count - 1 - i]);
+            low[i] = smaller(low[i], low[count - 1 - i]);
+            high[i] = larger(high[i], high[count - 1 - i]);
         }
-    const float depth = max_of(most(-low[0], vf{})), range = max_of(most(high[0], vf{})) + depth;
+    const float depth = max_of(larger(-low[0], vf{})), range = max_of(larger(high[0], vf{})) + depth;
     const float inverse = range > 1e-30f ? 255.0f / range : 0.0f;
     const vi zero = rounded(splat(depth * inverse));
     *scale = NanCheck::any(check) ? __builtin_nanf("") : range / 255.0f;

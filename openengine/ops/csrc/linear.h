@@ -2,8 +2,8 @@
 //
 //     panel (32 outputs) / group of inputs (4 bytes: 1 float32, 2 bfloat16 or 4 int8) / output / input of the group
 //
-// with zeros for outputs and inputs that are not there. A product reads a panel once, in order; one layout serves any
-// number of rows and every level. The outputs of a gated layer are [gate | up]: half a panel of gates lies beside the
+// with zeros for outputs and inputs that are not there. A product reads a panel in order; one layout serves any number
+// of rows and every level. The outputs of a gated layer are [gate | up]: half a panel of gates lies beside the
 // half panel they are multiplied with.
 //
 // Int8 weights are symmetric, with a scale per output; activations are asymmetric, with a scale and a zero for every

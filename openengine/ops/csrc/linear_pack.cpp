@@ -11,11 +11,11 @@ void quantize_weights(const T* x, int64_t n, int8_t* q, float* scale) {
     NanCheck check;
     for (int64_t i = 0; i < n; i += LANES) {
         const vf v = load_some(x + i, n - i);
-        low = least(v, low);
-        high = most(v, high);
+        low = smaller(v, low);
+        high = larger(v, high);
         NanCheck::add(check, v, v);
     }
-    const float range = NanCheck::any(check) ? __builtin_nanf("") : max_of(most(high, -low));
+    const float range = NanCheck::any(check) ? __builtin_nanf("") : max_of(larger(high, -low));
     const float inverse = range > 1e-30f ? 127.0f / range : 0.0f;
     *scale = range / 127.0f;
     for (int64_t i = 0; i < n; i += LANES) {

@@ -24,23 +24,14 @@ OE_INLINE void store_some(T* to, vf value, int64_t count) {
     memcpy(to, whole, count * sizeof(T));
 }
 
-OE_INLINE vf least(vf a, vf b) {
+// a < b ? a : b, so b if one is NaN, as `larger`.
+OE_INLINE vf smaller(vf a, vf b) {
 #if OE_LANES == 16
     return bits_as<vf>(_mm512_min_ps(bits_as<__m512>(a), bits_as<__m512>(b)));
 #elif OE_LANES == 8
     return bits_as<vf>(_mm256_min_ps(bits_as<__m256>(a), bits_as<__m256>(b)));
 #else
     return a < b ? a : b;
-#endif
-}
-
-OE_INLINE vf most(vf a, vf b) {
-#if OE_LANES == 16
-    return bits_as<vf>(_mm512_max_ps(bits_as<__m512>(a), bits_as<__m512>(b)));
-#elif OE_LANES == 8
-    return bits_as<vf>(_mm256_max_ps(bits_as<__m256>(a), bits_as<__m256>(b)));
-#else
-    return a > b ? a : b;
 #endif
 }
 

@@ -132,7 +132,7 @@ OE_INLINE vf exp_of_gap(vf gap, float sign) {
 }
 
 OE_INLINE vf gap_of(vf logits, float best, float temperature) {
-    return least((best - logits) / temperature, splat(FAR));
+    return smaller((best - logits) / temperature, splat(FAR));
 }
 
 // Zeros in the lanes from `count` on.
