@@ -16,14 +16,12 @@ import torch
 from torch import Tensor
 
 from openengine.ops.activation import NATIVE_ACTIVATIONS
-from openengine.ops.native import NativeLibrary
+from openengine.ops.native import FLOAT_KINDS, INT8_KIND, NativeLibrary
 from openengine.ops.quantize import INT8_RUN
 
 __all__ = ["NO_ACTIVATION", "NativeWeights"]
 
 _PANEL, _GROUP_BYTES = 32, 4  # as csrc/linear.h has them
-_FLOATS = {torch.float32: 0, torch.bfloat16: 1}  # as `Kind` numbers them
-_INT8 = 2
 NO_ACTIVATION = -1
 
 _pointer, _i64, _i32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
@@ -68,7 +66,7 @@ class NativeWeights:
         gated: bool = False,
         level: str | None = None,
     ) -> None:
-        assert dtype in _FLOATS, "only the dtypes of `supports`"
+        assert dtype in FLOAT_KINDS, "only the dtypes of `supports`"
         self.out_features, self.in_features = out_features, in_features
         self.dtype = dtype
         self.int8 = int8
@@ -84,14 +82,14 @@ class NativeWeights:
         self.bias = biases[:out_features] if bias else None
         self._arrays = (weights, scales, sums, biases)
         pointers = [tensor.data_ptr() for tensor in self._arrays]
-        self._layer = _Layer(*pointers, out_features, in_features, _INT8 if int8 else _FLOATS[dtype], gated)
+        self._layer = _Layer(*pointers, out_features, in_features, INT8_KIND if int8 else FLOAT_KINDS[dtype], gated)
         self.address = ctypes.addressof(self._layer)
         self._functions = _bind(library, level)
 
     @staticmethod
     def supports(dtype: torch.dtype) -> bool:
         """Whether there are kernels for activations of this dtype."""
-        return dtype in _FLOATS
+        return dtype in FLOAT_KINDS
 
     @property
     def item_bytes(self) -> int:
@@ -104,13 +102,13 @@ class NativeWeights:
 
     def write(self, first: int, values: Tensor) -> None:
         """Put rows `first` on: values [n, in], of any float dtype."""
-        if values.dtype != self.dtype and not (self.int8 and values.dtype in _FLOATS):
+        if values.dtype != self.dtype and not (self.int8 and values.dtype in FLOAT_KINDS):
             values = values.to(torch.float32 if self.int8 else self.dtype)
         values = values.contiguous()
         _multiply, pack, quantize, _rows = self._functions
         row_bytes = values.shape[1] * values.itemsize
         if self.int8:
-            kind = _FLOATS[values.dtype]
+            kind = FLOAT_KINDS[values.dtype]
             quantize(self.address, values.data_ptr(), row_bytes, kind, first, values.shape[0])
         else:
             pack(self.address, values.data_ptr(), row_bytes, first, values.shape[0])
@@ -133,10 +131,10 @@ class NativeWeights:
             self.address,
             x.data_ptr(),
             x.stride(0) * x.itemsize,
-            _FLOATS[x.dtype],
+            FLOAT_KINDS[x.dtype],
             y.data_ptr(),
             num_columns * y.itemsize,
-            _FLOATS[dtype],
+            FLOAT_KINDS[dtype],
             num_rows,
             NO_ACTIVATION if activation is None else NATIVE_ACTIVATIONS[activation],
         )
@@ -147,7 +145,9 @@ class NativeWeights:
         ids = ids.contiguous()
         out = torch.empty(ids.shape[0], self.in_features, dtype=self.dtype)
         row_bytes = self.in_features * out.itemsize
-        self._functions[3](self.address, ids.data_ptr(), ids.shape[0], out.data_ptr(), row_bytes, _FLOATS[self.dtype])
+        self._functions[3](
+            self.address, ids.data_ptr(), ids.shape[0], out.data_ptr(), row_bytes, FLOAT_KINDS[self.dtype]
+        )
         return out
 
     def dense(self) -> Tensor:

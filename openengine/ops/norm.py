@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from openengine.ops.native import NativeLibrary
+from openengine.ops.native import FLOAT_KINDS, NativeLibrary
 
 __all__ = ["HeadNorm", "LayerNorm", "RmsNorm"]
 
@@ -146,7 +146,7 @@ class HeadNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, heads, H] -> a fresh tensor of the same shape and dtype."""
-        if self._native and x.dtype in _KINDS and x.stride(2) == 1 and x.stride(1) == x.shape[2]:
+        if self._native and x.dtype in FLOAT_KINDS and x.stride(2) == 1 and x.stride(1) == x.shape[2]:
             return _norm(self._native, x, None, self.weight, None, self.eps)
         return (F.rms_norm(x.float(), x.shape[-1:], None, self.eps) * self.weight).to(x.dtype)
 
@@ -161,9 +161,6 @@ class HeadNorm:
         self.weight = (self.stored + self.offset).repeat_interleave(heads, dim=0)
 
 
-_KINDS = {torch.float32: 0, torch.bfloat16: 1}  # as `Kind` of csrc/norm.cpp numbers them
-
-
 @cache
 def _bind(library: NativeLibrary) -> Callable[..., None]:
     pointer, i64, i32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
@@ -172,7 +169,7 @@ def _bind(library: NativeLibrary) -> Callable[..., None]:
 
 
 def _is_served(residual: Tensor, delta: Tensor | None) -> bool:
-    if residual.dtype not in _KINDS or residual.dim() != 2 or residual.stride(1) != 1:
+    if residual.dtype not in FLOAT_KINDS or residual.dim() != 2 or residual.stride(1) != 1:
         return False
     return delta is None or (delta.dtype == residual.dtype and delta.shape == residual.shape and delta.stride(1) == 1)
 
@@ -196,6 +193,6 @@ def _norm(
         x.shape[-1],
         eps,
         bias is not None,
-        _KINDS[x.dtype],
+        FLOAT_KINDS[x.dtype],
     )
     return y

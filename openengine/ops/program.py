@@ -21,7 +21,7 @@ from openengine.ops.activation import NATIVE_ACTIVATIONS
 from openengine.ops.attention_native import NativeAttention, TiledKvCache
 from openengine.ops.batch import ForwardBatch
 from openengine.ops.linear_native import NO_ACTIVATION, NativeWeights
-from openengine.ops.native import NativeLibrary
+from openengine.ops.native import FLOAT_KINDS, NativeLibrary
 from openengine.ops.norm import HeadNorm, LayerNorm, RmsNorm
 
 __all__ = ["ALL", "KERNELS", "WANTED", "NativeProgram", "Place"]
@@ -29,7 +29,6 @@ __all__ = ["ALL", "KERNELS", "WANTED", "NativeProgram", "Place"]
 ALL, WANTED = 0, 1
 KERNELS = ("norm", "linear", "attention", "take")  # in the order of `Kernel` in csrc/forward.cpp
 _NORM, _PRODUCT, _ATTENTION, _TAKE = range(len(KERNELS))
-_KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _ALIGNMENT = 64
 
 
@@ -133,7 +132,7 @@ class NativeProgram:
         operation = self._add(_PRODUCT, rows, x, y)
         operation.layer = weights.address
         operation.code = NO_ACTIVATION if activation is None else NATIVE_ACTIVATIONS[activation]
-        operation.from_kind = operation.to_kind = _KINDS[self._dtype]
+        operation.from_kind = operation.to_kind = FLOAT_KINDS[self._dtype]
         self._held.append(weights)
 
     def attention(
@@ -167,7 +166,7 @@ class NativeProgram:
     def _add_norm(self, weight: Tensor, eps: float, x: Place, delta: Place | None, y: Place, rows: int) -> _Operation:
         operation = self._add(_NORM, rows, x, delta, y)
         operation.weight, operation.heads, operation.n = weight.data_ptr(), 1, weight.shape[-1]
-        operation.eps, operation.from_kind = eps, _KINDS[self._dtype]
+        operation.eps, operation.from_kind = eps, FLOAT_KINDS[self._dtype]
         self._held.append(weight)
         return operation
 

@@ -57,6 +57,8 @@ struct bf16 {
     uint16_t bits;
 };
 
+enum Kind : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };  // what a matrix holds
+
 template <class To, class From>
 OE_INLINE To bits_as(From from) {
     static_assert(sizeof(To) == sizeof(From), "sizes must agree");

@@ -19,8 +19,6 @@
 
 namespace {
 
-enum Kind : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
-
 // Mirrored by `_Layer` in linear_native.py. Arrays have as many items as whole panels have outputs.
 struct Layer {
     char* weights;

@@ -6,8 +6,6 @@
 
 namespace {
 
-enum Kind : int32_t { FLOAT32 = 0, BFLOAT16 = 1 };
-
 constexpr int64_t SMALL = 16384;  // items: below, starting threads costs more than they save
 
 OE_INLINE vf only(vf value, int64_t count) {  // zeros in the lanes from `count` on
