@@ -33,7 +33,10 @@ NATIVE_ACTIVATIONS = {name: _CODES[function] for name, function in ACTIVATIONS.i
 
 
 def activated(x: Tensor, activation: str | None, *, gated: bool) -> Tensor:
-    """`activation(x)`, [T, D]; x itself if there is none. With `gated` x is [gate | up]: `activation(gate) * up`, [T, D / 2]."""
+    """`activation(x)`, [T, D]; x itself if there is none.
+
+    With `gated` x is [gate | up], and the result `activation(gate) * up`, [T, D / 2].
+    """
     if activation is None:
         return x
     if not gated:

@@ -213,7 +213,7 @@ class Linear:
         activation: str | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """x [T, in] -> [T, out], in `dtype` or x's; `activation`, one of ops.activation's, as `Weights.multiply` has it.
+        """`Weights.multiply`, in `dtype` or x's: x [T, in] -> [T, out], or [T, out / 2] of an activated gate.
 
         `out` [>= T, out] is memory for the result, which is written there or, where the kernels cannot, is fresh.
         """

@@ -1,7 +1,8 @@
 """`NativeProgram`: a sequence of native kernels that runs in one call (`csrc/forward.cpp`).
 
-Written once for a model, kernel by kernel, then run for every step: a step costs one call instead of one per kernel, and
-its threads are woken once. The kernels are those that the modules of `ops` call one at a time, and compute the same.
+Written once for a model, kernel by kernel, then run for every step: a step costs one call instead of one per kernel,
+and its threads are woken once. The kernels are those that the modules of `ops` call one at a time, and compute the
+same.
 
     place = buffer, offset, row_bytes      where a kernel finds or leaves the rows of a matrix
     rows  = ALL or WANTED                  one row per token of the step, or one per row whose logits are wanted

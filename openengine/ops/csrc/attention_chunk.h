@@ -56,8 +56,8 @@ struct Bfloat16 {
 
 // ---- matrix products: sum[r][c] += a[r][:] * b[:][c], C vectors of columns ----
 //
-// `ahead`, unless null, lies like `b` and is what will be read next. The hardware does not foresee where it lies, and to
-// ask for all of it at once would hold up what follows, so it is fetched as fast as `b` is used.
+// `ahead`, unless null, lies like `b` and is what will be read next. The hardware does not foresee where it lies, and
+// to ask for all of it at once would hold up what follows, so it is fetched as fast as `b` is used.
 
 template <class T, int A_STRIDE, int R, int C>
 OE_INLINE void multiply(vf (&sum)[R][C], const typename T::Factor* a, const uint32_t* const* b,

@@ -1,4 +1,5 @@
-// Matrix products y = x w^T + bias over packed weights: float32, bfloat16, and int8 with activations quantized on the fly.
+// Matrix products y = x w^T + bias over packed weights: float32, bfloat16, and int8 with activations quantized as they
+// come.
 //
 // Each output is one accumulator that takes its groups in order, however many rows are computed beside it: a row's
 // result does not depend on the rest of the batch, nor on the number of threads. Only levels differ in rounding.
@@ -9,8 +10,8 @@
 namespace {
 
 constexpr int VECS = 2;                                       // vectors of outputs in a tile: one of each half panel
-// Rows of a tile, at most: what its accumulators leave of the registers. More rows than that are computed in lower tiles,
-// which are faster once the weights are at hand.
+// Rows of a tile, at most: what its accumulators leave of the registers. More rows than that are computed in lower
+// tiles, which are faster once the weights are at hand.
 #if defined(__AVX512BF16__)
 constexpr int FLOAT_ROWS = 14, INT8_ROWS = 10, MANY_ROWS = 8;
 #elif OE_LANES == 16
@@ -159,8 +160,9 @@ struct Run {
     int64_t index, groups, slot;
 };
 
-// What a run adds to `totals`, [ROWS][VECS], of the rows from `row` on. With every group what lies at `ahead` is fetched: into
-// the second-level cache, and all of it, where one tile takes all rows and memory is the limit; else into the first.
+// What a run adds to `totals`, [ROWS][VECS], of the rows from `row` on. With every group what lies at `ahead` is
+// fetched: into the second-level cache, and all of it, where one tile takes all rows and memory is the limit; else into
+// the first.
 template <class D, int ROWS, bool STREAMED>
 void tile(const Product& p, const Run& run, int64_t row, vf* totals, const char* ahead, int64_t ahead_step) {
     typename D::Acc acc[ROWS][VECS] = {};
@@ -191,8 +193,8 @@ void tile_of(
     }
 }
 
-// `rows` rows of one panel from `row` on, in tiles of nearly equal height. The tiles take one run after the other together, so
-// that its weights come from memory once, and evenly: those of the next are fetched meanwhile.
+// `rows` rows of one panel from `row` on, in tiles of nearly equal height. The tiles take one run after the other
+// together, so that its weights come from memory once, and evenly: those of the next are fetched meanwhile.
 template <class D>
 void multiply_panel(const Product& p, int64_t panel, int64_t row, int64_t rows) {
     const int64_t most = rows <= D::MAX_ROWS || MANY_ROWS > D::MAX_ROWS ? D::MAX_ROWS : MANY_ROWS;
@@ -263,8 +265,8 @@ OE_INLINE vb bytes_of(vi q) {  // from 0 on; above 255 cut
 #endif
 }
 
-// n items to `q * scale + shift`, q unsigned, over a range that includes 0, which is met exactly. With a NaN the scale is
-// NaN, with infinity infinite; ranges below 1e-30 become zeros. `q` has room for a run.
+// n items to `q * scale + shift`, q unsigned, over a range that includes 0, which is met exactly. With a NaN the scale
+// is NaN, with infinity infinite; ranges below 1e-30 become zeros. `q` has room for a run.
 template <class T>
 OE_INLINE void quantize(const T* x, int64_t n, uint8_t* q, float* scale, float* shift) {
     constexpr int VECTORS = INT8_RUN / LANES;

@@ -56,8 +56,8 @@ OE_INLINE char* place(const Layer& layer, int64_t output) {
 }  // namespace
 
 // y [rows, outputs] = activation(x [rows, inputs] w^T + bias); for a gated layer with an activation it is
-// y [rows, outputs / 2] = activation(gate) * up. Strides in bytes. x is of the layer's kind, for int8 either float kind;
-// y is of either float kind. `scratch` has the bytes that `scratch_bytes` says.
+// y [rows, outputs / 2] = activation(gate) * up. Strides in bytes. x is of the layer's kind, for int8 either float
+// kind; y is of either float kind. `scratch` has the bytes that `scratch_bytes` says.
 struct LinearCall {
     const Layer* layer;
     const char* x;

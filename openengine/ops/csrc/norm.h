@@ -5,8 +5,8 @@
 
 #include "team.h"
 
-// For each row of x [rows, heads, n]: x += delta if there is one, y = norm(x) * weight [heads, n] + bias [n] if there is
-// one. y is contiguous. A delta needs heads = 1.
+// For each row of x [rows, heads, n]: x += delta if there is one, y = norm(x) * weight [heads, n] + bias [n] if there
+// is one. y is contiguous. A delta needs heads = 1.
 struct NormCall {
     char* x;
     int64_t x_bytes;

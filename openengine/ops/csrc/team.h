@@ -14,8 +14,8 @@
 #define OE_SHARED(name) extern "C" void OE_JOIN(name, OE_LEVEL)
 #define OE_SHARE(name) OE_JOIN(name, OE_LEVEL)
 
-// The team's own barrier. That of the OpenMP runtime puts threads to sleep at once where a process has more of them than
-// CPUs, as it has with a second thread that uses PyTorch: a wake-up costs more than most kernels take.
+// The team's own barrier. That of the OpenMP runtime puts threads to sleep at once where a process has more of them
+// than CPUs, as it has with a second thread that uses PyTorch: a wake-up costs more than most kernels take.
 struct Team {
     int thread, threads;
     int* arrived;  // of all waits so far
