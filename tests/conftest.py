@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,10 @@ from openengine.demo import registry_model
 from openengine.errors import ModelNotFound
 
 _MODELS = {"smollm2": "smollm2-135m-instruct", "gemma3": "gemma-3-270m", "minilm": "all-minilm-l6-v2"}
+
+# A shell starts what it runs in the background with Ctrl-C ignored, and tests of Ctrl-C would wait for it in vain.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_report_header() -> str:
