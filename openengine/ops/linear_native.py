@@ -48,7 +48,15 @@ class NativeWeights:
     """
 
     __slots__ = (
-        *("_arrays", "_functions", "_layer", "address", "bias", "dtype", "gated", "in_features", "int8"),
+        "_arrays",
+        "_functions",
+        "_layer",
+        "address",
+        "bias",
+        "dtype",
+        "gated",
+        "in_features",
+        "int8",
         "out_features",
     )
 

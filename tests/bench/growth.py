@@ -1,8 +1,8 @@
 """How the time of a decode step grows with concurrency and with context, and where it grows more than the work does.
 
 Each point is the median over steps that decode exactly so many rows. `over_limit` compares each with the least that its
-operations and bytes could take (`ModelCost.decode_bound_s`). The read rate is measured right after every step, for on a
-shared host it changes from second to second; the limit takes its median over the curve. A cliff is a point whose `over_limit` is more than 1.3 times the least of the points before
+operations and bytes could take (`ModelCost.decode_bound_s`) at the read rate right after it, for on a shared host that
+changes from second to second. A cliff is a point whose `over_limit` is more than 1.3 times the least of the points before
 it on its curve: more work should never make the engine less efficient.
 """
 
@@ -37,7 +37,7 @@ class Point:
     rows: int
     context: int
     step_s: float
-    read_rate: float  # bytes per second, while this point was measured
+    read_rate: float  # bytes per second
     over_limit: float
     factor: float = 1.0
 
@@ -65,30 +65,18 @@ def with_factors(points: list[Point]) -> list[Point]:
 
 
 def _curve(bench: Bench, name: str, sizes: list[tuple[int, int]]) -> Iterator[list[Point] | str]:
-    measured: dict[tuple[int, int], list[_Step]] = {}  # by rows and mean context
-    probe = ReadProbe(quick=bench.quick)
+    points, probe = [], ReadProbe(quick=bench.quick)
     if bench.quick:
         sizes = [(rows, context // 8) for rows, context in sizes[::3]]
     for rows, context in sizes:
         try:
-            steps = _steps(bench, probe, rows, context)
+            points.append(_point(bench, probe, name, rows, context))
         except CannotRun as exc:
             yield f"{name}: {rows} rows at {context} tokens: {exc}"
-        else:
-            measured[rows, context - len(steps) // 2] = steps
-    if not measured:
-        return
-    rate = statistics.median(step.read_rate for steps in measured.values() for step in steps)
-    points = []
-    for (rows, context), steps in measured.items():
-        step_s, read_rate = (statistics.median(getattr(s, field) for s in steps) for field in ("seconds", "read_rate"))
-        bound_s = bench.cost.decode_bound_s([context] * rows, bench.machine.gemm_rate, rate)
-        points.append(Point(name, rows, context, step_s, read_rate, step_s / bound_s))
     yield with_factors(points)
 
 
-def _steps(bench: Bench, probe: ReadProbe, rows: int, context: int) -> list[_Step]:
-    """Steps that decode `rows` rows, up to `context` tokens each."""
+def _point(bench: Bench, probe: ReadProbe, name: str, rows: int, context: int) -> Point:
     info = bench.engine.model_info()
     if rows > info.max_running_requests:
         raise CannotRun(f"max_num_seqs is {info.max_running_requests}")
@@ -106,7 +94,13 @@ def _steps(bench: Bench, probe: ReadProbe, rows: int, context: int) -> list[_Ste
     steps = [step for step in clock.steps if step.num_decodes == rows]
     if not steps:
         raise CannotRun("the requests never decoded together")
-    return steps
+    mean = context - len(steps) // 2
+    over_limit = [
+        step.seconds / bench.cost.decode_bound_s([mean] * rows, bench.machine.gemm_rate, step.read_rate)
+        for step in steps
+    ]
+    step_s, read_rate = (statistics.median(getattr(step, name) for step in steps) for name in ("seconds", "read_rate"))
+    return Point(name, rows, mean, step_s, read_rate, statistics.median(over_limit))
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,9 +64,8 @@ class Cache:
         starts = [self._lengths[seq] for seq in seqs]
         positions = torch.cat([torch.arange(start, start + count) for start, count in zip(starts, counts)])
         tables = self._tables[seqs]
-        blocks = tables.repeat_interleave(torch.tensor(counts), 0).gather(1, (positions // self._block_size)[:, None])[
-            :, 0
-        ]
+        tables_of_tokens = tables.repeat_interleave(torch.tensor(counts), 0)
+        blocks = tables_of_tokens.gather(1, (positions // self._block_size)[:, None])[:, 0]
         ends = torch.tensor(counts).cumsum(0)
         wanted = torch.randperm(len(positions), generator=self._random)
         wanted = wanted[: self._draw(0, len(positions) + 1) if self._draw(0, 2) else self._draw(0, 3)]

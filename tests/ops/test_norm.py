@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from openengine.ops.native import NativeLibrary, native_library
+from openengine.ops.native import FLOAT_KINDS, NativeLibrary, native_library
 from openengine.ops.norm import HeadNorm, LayerNorm, RmsNorm
 
 CPU = torch.device("cpu")
@@ -101,3 +101,4 @@ def test_what_the_kernels_do_not_serve_runs_in_pytorch():
     assert norms("rms", 32, LIBRARY)(randn(2, 3, 32)).shape == (2, 3, 32)
     mixed = randn(4, 32).bfloat16()
     assert norms("rms", 32, LIBRARY).add(mixed, randn(4, 32)).dtype == torch.bfloat16
+    assert set(FLOAT_KINDS) == {torch.float32, torch.bfloat16}
