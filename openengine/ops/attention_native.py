@@ -40,7 +40,7 @@ class _Plan(ctypes.Structure):
         ("wanted", c_void_p),
         ("num_wanted", c_int64),
         *((name, c_int32) for name in ("window", "num_items", "num_merges", "num_partials", "is_small")),
-        ("num_together", c_int32),
+        ("is_joined", c_int32),
         *((name, c_int64) for name in ("scratch_bytes", "partial_bytes")),
         *((name, c_void_p) for name in ("items", "merges")),
     )
@@ -55,7 +55,7 @@ class _Layer(ctypes.Structure):
     )
 
 
-_ITEM_INTS, _MERGE_INTS = 6, 4  # fields of AttentionItem and AttentionMerge
+_ITEM_INTS, _MERGE_INTS = 7, 4  # fields of AttentionItem and AttentionMerge
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ Blocks leave and enter in one fixed layout, so that engines with unlike caches c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from openengine.errors import InvalidArgument
+from openengine.ops import huge_pages
 
 __all__ = ["KvCache", "KvSpec"]
 
@@ -54,7 +56,11 @@ class KvCache:
         shape = (spec.num_layers, 2, num_blocks, *inner, spec.head_dim)
         # A tensor made in inference mode could only be written in inference mode; a KV transfer may run outside.
         with torch.inference_mode(False):
-            self._data = torch.empty(shape, dtype=spec.dtype, device=spec.device)
+            if spec.device.type == "cpu":
+                num_bytes = math.prod(shape) * spec.dtype.itemsize
+                self._data = huge_pages.zeros(num_bytes).view(spec.dtype).view(shape)
+            else:
+                self._data = torch.empty(shape, dtype=spec.dtype, device=spec.device)
             self._layers = self._data.unbind()
             self._keys = self._data[:, 0].unbind()
             self._values = self._data[:, 1].unbind()

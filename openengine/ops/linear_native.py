@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from openengine.ops.activation import NATIVE_ACTIVATIONS
+from openengine.ops.huge_pages import HugePages
 from openengine.ops.native import FLOAT_KINDS, INT8_KIND, NativeLibrary
 from openengine.ops.quantize import INT8_RUN
 
@@ -23,6 +24,7 @@ __all__ = ["NO_ACTIVATION", "NativeWeights"]
 
 _PANEL, _GROUP_BYTES = 32, 4  # as csrc/linear.h has them
 NO_ACTIVATION = -1
+_memory = HugePages()  # of all weights: one after another, as a step reads them
 
 _pointer, _i64, _i32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
@@ -81,7 +83,7 @@ class NativeWeights:
         self.gated = gated
         num_panels = -(-out_features // _PANEL)
         num_groups = -(-in_features * self.item_bytes // _GROUP_BYTES)
-        weights = torch.zeros(num_panels * num_groups * _PANEL * _GROUP_BYTES, dtype=torch.uint8)
+        weights = _memory.zeros(num_panels * num_groups * _PANEL * _GROUP_BYTES)
         num_padded = num_panels * _PANEL
         biases = torch.zeros(num_padded)
         scales = torch.zeros(num_padded if int8 else 0)

@@ -24,7 +24,7 @@ __all__ = ["FLOAT_KINDS", "INT8_KIND", "LEVELS", "NativeLibrary", "native_absenc
 _log = logging.getLogger("openengine")
 
 # Raise together with OE_INTERFACE in csrc/common.h whenever the arguments of any function change.
-INTERFACE = 8
+INTERFACE = 9
 LEVELS = ("generic", "avx2", "avx512", "avx512_bf16")  # each includes those before it, as cpu.cpp tests them
 FLOAT_KINDS, INT8_KIND = {torch.float32: 0, torch.bfloat16: 1}, 2  # as `Kind` of csrc/common.h numbers them
 _REBUILD = "install a C++17 compiler (GCC 9+ or Clang 12+) and install openengine-inference again"

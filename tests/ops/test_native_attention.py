@@ -132,6 +132,19 @@ def test_neither_the_batch_nor_the_number_of_threads_changes_a_bit(level, dtype)
 
 @EVERY_LEVEL
 @DTYPES
+@pytest.mark.parametrize(("num_kv_heads", "group"), [(1, 4), (3, 3), (16, 8)])  # the last has more rows than an item
+def test_heads_attended_together_are_heads_attended_alone_to_the_last_bit(level, dtype, num_kv_heads, group):
+    sizes = {"num_heads": num_kv_heads * group, "num_kv_heads": num_kv_heads, "head_dim": 32, "dtype": dtype}
+    lengths = [1, 16, 17, 255, 256, 257, 300, 32, 600, 90, 5, 130, 20, 1300]  # in their batch the last is split
+    backend = NativeAttention(dtype, level=level)
+    together = Sequences([1] * len(lengths), lengths, window=1000, **sizes).attend(backend, 48)
+    for index, length in enumerate(lengths):
+        (alone,) = Sequences([1], [length], seed=index, window=1000, **sizes).attend(backend, 48)
+        assert torch.equal(together[index], alone)
+
+
+@EVERY_LEVEL
+@DTYPES
 @torch.inference_mode()
 def test_a_prompt_in_chunks_is_the_prompt_at_once_to_the_last_bit(level, dtype):
     backend = NativeAttention(dtype, level=level)

@@ -7,10 +7,11 @@
 //
 // A block is [block_size / 16][num_kv_heads] tiles: what a sequence reads lies side by side whatever the block size.
 //
-// Work is cut into items: the queries of up to ROWS rows (a row is one query token and one head of the group) of one
-// KV head. Keys are taken in chunks; each chunk has its own softmax, and chunks are merged in order. Which keys make
-// up a chunk depends on their positions alone, so results do not depend on the batch, the threads, how work is cut, or
-// how many queries of the sequence are computed in one step.
+// Work is cut into items of up to ROWS rows (a row is one query token and one head): queries of one KV head; or, where
+// there is enough to do, one query of several KV heads, so that memory is read in its own order. Keys are taken in
+// chunks; each chunk has its own softmax, and chunks are merged in order. Which keys make up a chunk depends on their
+// positions alone, so results do not depend on the batch, the threads, how work is cut, or how many queries of the
+// sequence are computed in one step.
 
 #include "attention_chunk.h"
 
@@ -140,72 +141,91 @@ static Span span_of(const AttentionLayer& layer, const AttentionItem& item) {
     return span;
 }
 
-// The chunk of `span` that begins at `base`.
+// Tiles of the chunk of `span` that begins at `base`. They are numbered as they lie in memory, those of all heads of the
+// item side by side, and every `stride`-th is listed, from `first` on. False if there are none.
 template <class T>
-static void list(const AttentionLayer& layer, const AttentionItem& item, const Span& span, int base, Chunk& chunk) {
+static bool list(const AttentionLayer& layer, const AttentionItem& item, const Span& span, int base, int first,
+                 int stride, Chunk& chunk) {
     const AttentionStep& step = *layer.step;
     chunk.base = base;
     chunk.count = min_of(chunk_end(base), span.end) - base;
-    const int32_t* block = step.block_tables + (long)item.seq * step.table_stride + base / step.block_size;
-    int offset = base % step.block_size;
-    for (int i = 0; i * TILE < chunk.count; i++) {
-        const long tile = tile_at(step, *block, offset, item.head) / T::PACKED;
-        chunk.keys[i] = (const uint32_t*)layer.keys + tile;
-        chunk.values[i] = (const uint32_t*)layer.values + tile;
-        offset += TILE;
+    const int tiles = (chunk.count + TILE - 1) / TILE;
+    int tile = first / item.num_heads, head = first % item.num_heads;
+    if (tile >= tiles) return false;
+    const int position = base + tile * TILE;
+    const int32_t* block = step.block_tables + (long)item.seq * step.table_stride + position / step.block_size;
+    int offset = position % step.block_size, i = 0;
+    while (tile < tiles && i < CHUNK / TILE) {
+        const long at = tile_at(step, *block, offset, item.head + head) / T::PACKED;
+        chunk.keys[i] = (const uint32_t*)layer.keys + at;
+        chunk.values[i++] = (const uint32_t*)layer.values + at;
+        if ((head += stride) < item.num_heads) continue;
+        head -= item.num_heads, tile++, offset += TILE;
         if (offset == step.block_size) offset = 0, block++;
     }
     // A longer chunk, beside which this one is fetched, asks for as many tiles as it has itself.
-    for (int i = (chunk.count + TILE - 1) / TILE; i < CHUNK / TILE; i++)
-        chunk.keys[i] = chunk.keys[i - 1], chunk.values[i] = chunk.values[i - 1];
+    for (; i < CHUNK / TILE; i++) chunk.keys[i] = chunk.keys[i - 1], chunk.values[i] = chunk.values[i - 1];
+    return true;
 }
 
 template <class T>
 static void load_queries(const AttentionLayer& layer, const AttentionItem& item, int token, const Workspace<T>& ws) {
-    const int head_dim = layer.step->head_dim, group = group_of(*layer.step);
-    for (int row = 0; row < item.num_tokens * group; row++) {
+    const int head_dim = layer.step->head_dim, group = group_of(*layer.step), rows = item.num_tokens * group;
+    for (int row = 0; row < item.num_heads * rows; row++) {
         float query[HEAD_DIM_MAX];
-        const int head = item.head * group + row % group;
-        load_head<typename T::Stored>(layer, layer.q, layer.q_stride, token + row / group, head, query);
+        const int head = (item.head + row / rows) * group + row % group;
+        load_head<typename T::Stored>(layer, layer.q, layer.q_stride, token + row % rows / group, head, query);
         for (int d = 0; d < head_dim; d += LANES) store(ws.q + (long)row * Q_STRIDE + d, load(query + d));
     }
+}
+
+// The part of an item's workspace that belongs to its rows from `row` on.
+template <class T>
+static Workspace<T> rows_from(Workspace<T> ws, int row, int head_dim) {
+    ws.positions += row, ws.q += (long)row * Q_STRIDE;
+    ws.state = {ws.state.max + row, ws.state.sum + row, ws.state.values + (long)row * head_dim};
+    return ws;
 }
 
 // Attend item `index`; the first chunk of item `following`, if there is one, is fetched meanwhile.
 template <class T>
 static void attend_item(const AttentionLayer& layer, int index, int following, char* scratch, float* partials) {
     const AttentionStep& step = *layer.step;
-    const AttentionItem& item = layer.plan->items[index];
+    const AttentionPlan& plan = *layer.plan;
+    const AttentionItem& item = plan.items[index];
     const int head_dim = step.head_dim, group = group_of(step), rows = item.num_tokens * group;
     const int token = step.query_starts[item.seq] + item.token;
     const Span span = span_of(layer, item);
-    Workspace<T> ws = workspace_in<T>(scratch, step);
-    if (item.chunk >= 0) ws.state = partial_at(step, partials, item.partial);
-    clear(ws.state, rows, head_dim);
-    for (int row = 0; row < rows; row++) ws.positions[row] = span.position + row / group;
-    load_queries(layer, item, token, ws);
+    const Workspace<T> all = workspace_in<T>(scratch, step);
+    for (int row = 0; row < item.num_heads * rows; row++) all.positions[row] = span.position + row % rows / group;
+    load_queries(layer, item, token, all);
+    const auto workspace_of = [&](int head) {
+        Workspace<T> ws = rows_from(all, head * rows, head_dim);
+        if (item.chunk >= 0) ws.state = partial_at(step, partials, item.partial + head);
+        return ws;
+    };
+    for (int head = 0; head < item.num_heads; head++) clear(workspace_of(head).state, rows, head_dim);
 
-    const Masking masking = {layer.plan->window, layer.scale, layer.softcap};
-    Chunk chunks[2];
-    int now = 0;
-    list<T>(layer, item, span, span.begin, chunks[0]);
-    for (int base = span.begin; base < span.end; base = chunk_end(base), now ^= 1) {
-        const bool is_last = chunk_end(base) >= span.end, has_next = !is_last || following < layer.plan->num_items;
-        Chunk& next = chunks[now ^ 1];
-        if (!is_last) {
-            list<T>(layer, item, span, chunk_end(base), next);
-        } else if (has_next) {
-            const AttentionItem& other = layer.plan->items[following];
-            const Span after = span_of(layer, other);
-            list<T>(layer, other, after, after.begin, next);
+    const Masking masking = {plan.window, layer.scale, layer.softcap};
+    for (int base = span.begin; base < span.end; base = chunk_end(base)) {
+        const bool is_last = chunk_end(base) >= span.end, has_next = !is_last || following < plan.num_items;
+        const AttentionItem& next_item = is_last && has_next ? plan.items[following] : item;
+        const Span next_span = is_last && has_next ? span_of(layer, next_item) : span;
+        const int next_base = is_last ? next_span.begin : chunk_end(base);
+        for (int head = 0, fetched = 0; head < item.num_heads; head++) {
+            Chunk now, next;
+            list<T>(layer, item, span, base, head, item.num_heads, now);
+            const bool fetches = has_next && list<T>(layer, next_item, next_span, next_base, fetched, 1, next);
+            attend_chunk(workspace_of(head), now, fetches ? &next : nullptr, rows, head_dim, masking);
+            fetched += (now.count + TILE - 1) / TILE;
         }
-        attend_chunk(ws, chunks[now], has_next ? &next : nullptr, rows, head_dim, masking);
     }
     if (item.chunk >= 0) return;
-    for (int i = 0; i < item.num_tokens; i++) {
-        const State state = {nullptr, ws.state.sum + i * group, ws.state.values + (long)i * group * head_dim};
-        write_out<typename T::Stored>(layer, state, token + i, item.head);
-    }
+    for (int head = 0; head < item.num_heads; head++)
+        for (int i = 0; i < item.num_tokens; i++) {
+            const State state = rows_from(all, head * rows + i * group, head_dim).state;
+            write_out<typename T::Stored>(layer, state, token + i, item.head + head);
+        }
 }
 
 template <class T>
@@ -214,7 +234,7 @@ static void merge_partials(const AttentionLayer& layer, const AttentionMerge& me
     const int head_dim = step.head_dim, group = group_of(step);
     const State total = partial_at(step, partials, merged.partial);
     for (int i = 1; i < merged.num_partials; i++) {
-        const State next = partial_at(step, partials, merged.partial + i);
+        const State next = partial_at(step, partials, merged.partial + i * step.num_kv_heads);
         for (int row = 0; row < group; row += LANES) {
             const int rows = min_of(LANES, group - row);
             vf keep, add;
@@ -240,11 +260,9 @@ static void run(Team& team, const AttentionLayer& layer, int* taken) {
     for (int64_t i = team.first(heads); i < team.last(heads); i++)
         write_token<T>(layer, int(i / step.num_kv_heads), int(i % step.num_kv_heads));
     team.wait();
-    const auto take = [taken, &plan] { return __atomic_fetch_add(taken, plan.num_together, __ATOMIC_RELAXED); };
-    int left = plan.num_together;  // of what was taken
+    const auto take = [taken] { return __atomic_fetch_add(taken, 1, __ATOMIC_RELAXED); };
     for (int item = take(), next; item < plan.num_items; item = next) {
-        next = --left ? item + 1 : take();
-        if (!left) left = plan.num_together;
+        next = take();
         attend_item<T>(layer, item, next, scratch, partials);
     }
     if (!plan.num_merges) return;
@@ -256,10 +274,11 @@ static void run(Team& team, const AttentionLayer& layer, int* taken) {
 }  // namespace
 
 // Count the work of one step's layers of a window and, where there is room for them, list its items: those that attend
-// wanted tokens.
+// wanted tokens. Counted are items of one head; where they are many, fewer are listed.
 OE_EXPORT(attention_plan)(const AttentionStep* batch, AttentionPlan* plan) {
     const AttentionStep& step = *batch;
     const int tokens = tokens_of_items(step);
+    const bool joined = plan->items && plan->is_joined;
     int64_t cost = 0;  // keys that are read
     for (int seq = 0; seq < step.num_seqs; seq++) {
         const int query_len = step.query_starts[seq + 1] - step.query_starts[seq];
@@ -278,25 +297,27 @@ OE_EXPORT(attention_plan)(const AttentionStep* batch, AttentionPlan* plan) {
     for (int seq = step.num_seqs - 1; seq >= 0; seq--) {
         const int query_len = step.query_starts[seq + 1] - step.query_starts[seq];
         const Span span = span_of_queries(step.context_lens[seq] - 1, 1, plan->window);
-        const int64_t keys = span.end - span.begin;
-        // One query is split if its keys are more than half of what a thread is to read.
-        const bool is_split = query_len == 1 && chunks_of(span) > 1 && keys * step.num_threads * 2 > cost;
+        // One query is split if it is more than a quarter of what a thread is to read.
+        const int64_t keys = (span.end - span.begin) * int64_t(step.num_kv_heads);
+        const bool is_split = query_len == 1 && chunks_of(span) > 1 && keys * step.num_threads * 4 > cost;
         const int chunks = is_split ? chunks_of(span) : 0;
         for (int token = (query_len - 1) / tokens * tokens; token >= 0; token -= tokens) {
             const int count = min_of(tokens, query_len - token), row = step.query_starts[seq] + token;
             if (!is_wanted(row, row + count)) continue;
             for (int chunk = is_split ? 0 : -1; chunk < chunks; chunk++)
-                for (int head = 0; head < step.num_kv_heads; head++, num_items++)
-                    if (plan->items)
-                        plan->items[num_items] = {seq, token, count, head, chunk, num_partials + head * chunks + chunk};
+                for (int head = 0, heads; head < step.num_kv_heads; head += heads, num_items++) {
+                    heads = joined && query_len == 1 ? min_of(tokens, step.num_kv_heads - head) : 1;
+                    const int partial = num_partials + chunk * step.num_kv_heads + head;
+                    if (plan->items) plan->items[num_items] = {seq, token, count, head, heads, chunk, partial};
+                }
         }
         if (!is_split || !is_wanted(step.query_starts[seq], step.query_starts[seq] + 1)) continue;
-        for (int head = 0; head < step.num_kv_heads; head++, num_merges++, num_partials += chunks)
-            if (plan->items) plan->merges[num_merges] = {seq, head, num_partials, chunks};
+        for (int head = 0; head < step.num_kv_heads; head++, num_merges++)
+            if (plan->items) plan->merges[num_merges] = {seq, head, num_partials + head, chunks};
+        num_partials += chunks * step.num_kv_heads;
     }
     plan->num_items = num_items;
-    // The heads of a sequence lie side by side in the cache, and a thread fetches what it takes next.
-    plan->num_together = num_items >= 4 * step.num_threads * step.num_kv_heads ? step.num_kv_heads : 1;
+    if (!plan->items) plan->is_joined = num_items >= 4 * step.num_threads * step.num_kv_heads;
     plan->num_merges = num_merges;
     plan->num_partials = num_partials;
     plan->is_small = step.num_threads == 1 || cost * group_of(step) * step.head_dim < SMALL;

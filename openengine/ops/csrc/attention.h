@@ -15,12 +15,13 @@ struct AttentionStep {
     int32_t num_heads, num_kv_heads, head_dim, is_bfloat16, num_threads;
 };
 
-// Some queries of one KV head; or, with chunk >= 0, one query and only that chunk of its keys.
+// Some queries of one KV head or one query of several; with chunk >= 0 one query and only that chunk of its keys, for
+// which the heads have partials side by side.
 struct AttentionItem {
-    int32_t seq, token, num_tokens, head, chunk, partial;
+    int32_t seq, token, num_tokens, head, num_heads, chunk, partial;
 };
 
-// A query whose chunks are items: their results are merged after.
+// A query whose chunks are items: their results, each `num_kv_heads` after the one before, are merged after.
 struct AttentionMerge {
     int32_t seq, head, partial, num_partials;
 };
@@ -31,7 +32,7 @@ struct AttentionPlan {
     int64_t num_wanted;     // -1: all
     int32_t window;  // keys that a query sees; 0 for all
     int32_t num_items, num_merges, num_partials, is_small;
-    int32_t num_together;   // items that a thread takes at once
+    int32_t is_joined;      // whether an item has several heads
     int64_t scratch_bytes;  // per thread
     int64_t partial_bytes;  // of each
     AttentionItem* items;   // null: only count

@@ -55,19 +55,26 @@ struct Bfloat16 {
 };
 
 // ---- matrix products: sum[r][c] += a[r][:] * b[:][c], C vectors of columns ----
-//
-// `ahead`, unless null, lies like `b` and is what will be read next. The hardware does not foresee where it lies, and
-// to ask for all of it at once would hold up what follows, so it is fetched as fast as `b` is used.
 
-template <class T, int A_STRIDE, int R, int C>
+constexpr int LINE = 16;  // units of a line of the cache
+
+// `ahead`, unless null, are SEGMENTS tiles that will be read next. To ask for all of them at once would hold up what
+// follows, so they are fetched as fast as `b` is used, from `offset` on; line by line, for hardware that foresees where
+// such a sequence leads fetches more at a time than it can be asked for.
+template <class T, int A_STRIDE, int SEGMENTS, int R, int C>
 OE_INLINE void multiply(vf (&sum)[R][C], const typename T::Factor* a, const uint32_t* const* b,
-                        const uint32_t* const* ahead, int b_stride, int steps) {
-    for (int s = 0; s < steps; s++) {
-        vu column[C];
-        for (int c = 0; c < C; c++) column[c] = load_as<vu>(b[c] + (long)s * b_stride);
-        if (ahead)
-            for (int c = 0; c < C; c++) fetch(ahead[c] + (long)s * b_stride);
-        for (int r = 0; r < R; r++) T::template step<C>(sum[r], a + r * A_STRIDE + s * T::PACKED, column);
+                        const uint32_t* const* ahead, int offset, int b_stride, int steps) {
+    constexpr int LINES = C * LANES < LINE ? 1 : C * LANES / LINE;
+    const int part = steps / SEGMENTS;
+    for (int segment = 0; segment < SEGMENTS; segment++) {
+        const uint32_t* at = ahead ? ahead[segment] + offset : nullptr;
+        for (int s = segment * part; s < (segment + 1) * part; s++) {
+            vu column[C];
+            for (int c = 0; c < C; c++) column[c] = load_as<vu>(b[c] + (long)s * b_stride);
+            if (at)
+                for (int l = 0; l < LINES; l++, at += LINE) fetch(at);
+            for (int r = 0; r < R; r++) T::template step<C>(sum[r], a + r * A_STRIDE + s * T::PACKED, column);
+        }
     }
 }
 
@@ -75,15 +82,12 @@ OE_INLINE void multiply(vf (&sum)[R][C], const typename T::Factor* a, const uint
 template <class T, int R, int C>
 OE_INLINE void score_columns(const typename T::Factor* q, int head_dim, const uint32_t* const* tiles,
                              const uint32_t* const* next, int first, float* scores) {
-    constexpr int PER_TILE = TILE / LANES;
-    const uint32_t *columns[C], *ahead[C];
-    for (int c = 0; c < C; c++) {
-        const int tile = (first + c) / PER_TILE, at = (first + c) % PER_TILE * LANES;
-        columns[c] = tiles[tile] + at;
-        if (next) ahead[c] = next[tile] + at;
-    }
+    constexpr int PER_TILE = TILE / LANES, SEGMENTS = C < PER_TILE ? 1 : C / PER_TILE;
+    const uint32_t* columns[C];
+    for (int c = 0; c < C; c++) columns[c] = tiles[(first + c) / PER_TILE] + (first + c) % PER_TILE * LANES;
     vf sum[R][C] = {};
-    multiply<T, Q_STRIDE>(sum, q, columns, next ? ahead : nullptr, TILE, head_dim / T::PACKED);
+    if (next) next += first / PER_TILE;
+    multiply<T, Q_STRIDE, SEGMENTS>(sum, q, columns, next, 0, TILE, head_dim / T::PACKED);
     for (int r = 0; r < R; r++)
         for (int c = 0; c < C; c++) store(scores + r * P_STRIDE + (first + c) * LANES, sum[r][c]);
 }
@@ -103,16 +107,19 @@ static void score(const typename T::Factor* q, int head_dim, const uint32_t* con
 template <class T, int R, int C>
 OE_INLINE void weigh_columns(const typename T::Factor* p, const uint32_t* const* tiles, const uint32_t* const* next,
                              int count, int head_dim, int first, float* out, const float* keep, const float* add) {
+    // As many units of the next tiles are fetched as are used: by now `first` columns of all tiles.
+    constexpr int ROWS = TILE / T::PACKED;
+    const int used = first * LANES * ROWS * ((count + TILE - 1) / TILE), tile_units = ROWS * head_dim;
+    int offset = used % tile_units;
+    if (next) next += used / tile_units;
     vf sum[R][C] = {};
     int token = 0;
-    for (; token < count; token += TILE) {
-        const uint32_t *columns[C], *ahead[C];
-        for (int c = 0; c < C; c++) {
-            columns[c] = tiles[token / TILE] + (first + c) * LANES;
-            if (next) ahead[c] = next[token / TILE] + (first + c) * LANES;
-        }
+    for (; token < count; token += TILE, offset += C * LANES * ROWS) {
+        if (next && offset >= tile_units) next++, offset -= tile_units;
+        const uint32_t* columns[C];
+        for (int c = 0; c < C; c++) columns[c] = tiles[token / TILE] + (first + c) * LANES;
         int steps = min_of(TILE, count - token) / T::PACKED;
-        multiply<T, P_STRIDE>(sum, p + token, columns, next ? ahead : nullptr, head_dim, steps);
+        multiply<T, P_STRIDE, 1>(sum, p + token, columns, next, offset, head_dim, steps);
     }
     if (count % T::PACKED) {
         // Half a unit: nobody may have written the other token's value, so it must not be multiplied.

@@ -26,7 +26,7 @@ static inline int omp_get_max_threads() { return 1; }
 #endif
 
 // Raise together with INTERFACE in native.py whenever the arguments of any exported function change.
-#define OE_INTERFACE 8
+#define OE_INTERFACE 9
 
 #ifdef OE_LEVEL
 #define OE_JOIN_(name, level) oe_##name##_##level

@@ -9,22 +9,36 @@
 
 namespace {
 
-constexpr int VECS = 2;                                       // vectors of outputs in a tile: one of each half panel
-// Rows of a tile, at most: what its accumulators leave of the registers. More rows than that are computed in lower
-// tiles, which are faster once the weights are at hand.
+constexpr int VECS = 2;               // vectors of outputs in a tile: one of each half panel
+constexpr int PARTS = HALF / LANES;   // of a panel, each as wide as a tile
+// Rows of a tile, at most: what its accumulators leave of the registers.
 #if defined(__AVX512BF16__)
-constexpr int FLOAT_ROWS = 14, INT8_ROWS = 10, MANY_ROWS = 8;
+constexpr int F32_ROWS = 14, BF16_ROWS = 14, INT8_ROWS = 10;
 #elif OE_LANES == 16
-constexpr int FLOAT_ROWS = 10, INT8_ROWS = 6, MANY_ROWS = 8;
+constexpr int F32_ROWS = 10, BF16_ROWS = 10, INT8_ROWS = 6;
 #else
-constexpr int FLOAT_ROWS = 4, INT8_ROWS = 2, MANY_ROWS = 4;
+constexpr int F32_ROWS = 6, BF16_ROWS = 4, INT8_ROWS = 4;
 #endif
+constexpr int MANY_ROWS = 8;  // of each tile where one does not take all: lower ones are faster with weights at hand
 constexpr int64_t ROWS_AT_ONCE = 64;        // of a panel: their totals and what a run reads of them stay close to the core
 constexpr int64_t NEAR = 4096;              // bytes to fetch ahead of a tile that reads weights from memory
 constexpr int64_t BLOCK_BYTES = 1 << 20;    // of activations that stay in the second-level cache beside a panel
 constexpr int64_t SMALL = 65536;            // bytes of weights times rows: below, waking the threads costs more
 
 OE_INLINE vi splat_group(const char* at) { return vi{} + load_as<int32_t>(at); }
+
+// Products of 16-bit integers, those of each pair added.
+OE_INLINE vi multiply_pairs(vi a, vi b) {
+#if OE_LANES == 16
+    return bits_as<vi>(_mm512_madd_epi16(bits_as<__m512i>(a), bits_as<__m512i>(b)));
+#elif OE_LANES == 8
+    return bits_as<vi>(_mm256_madd_epi16(bits_as<__m256i>(a), bits_as<__m256i>(b)));
+#elif defined(__SSE2__)
+    return bits_as<vi>(_mm_madd_epi16(bits_as<__m128i>(a), bits_as<__m128i>(b)));
+#else
+    return (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
+#endif
+}
 
 // ---- what a group of each kind adds to its accumulator, and the accumulator of RUN groups to the total ----
 
@@ -33,21 +47,20 @@ constexpr int64_t FLOAT_RUN = 64;  // bounds the rounding errors
 struct F32 {
     typedef vf Acc;
     static constexpr int64_t RUN = FLOAT_RUN;
-    static constexpr int MAX_ROWS = FLOAT_ROWS;
-    OE_INLINE vf dot(vf acc, vi x, vi w) { return acc + bits_as<vf>(x) * bits_as<vf>(w); }
+    static constexpr int MAX_ROWS = F32_ROWS, WORDS = 1;
+    OE_INLINE vf dot(vf acc, const vi (&x)[WORDS], vi w) { return acc + bits_as<vf>(x[0]) * bits_as<vf>(w); }
 };
 
 struct Bf16 {
     typedef vf Acc;
     static constexpr int64_t RUN = FLOAT_RUN;
-    static constexpr int MAX_ROWS = FLOAT_ROWS;
-    OE_INLINE vf dot(vf acc, vi x, vi w) {
+    static constexpr int MAX_ROWS = BF16_ROWS, WORDS = BF16_WORDS;
+    OE_INLINE vf dot(vf acc, const vi (&x)[WORDS], vi w) {
 #if defined(__AVX512BF16__)
-        return bits_as<vf>(_mm512_dpbf16_ps(bits_as<__m512>(acc), bits_as<__m512bh>(x), bits_as<__m512bh>(w)));
+        return bits_as<vf>(_mm512_dpbf16_ps(bits_as<__m512>(acc), bits_as<__m512bh>(x[0]), bits_as<__m512bh>(w)));
 #else
-        const vi high = vi{} + int32_t(0xffff0000);
-        acc += bits_as<vf>(x << 16) * bits_as<vf>(w << 16);
-        return acc + bits_as<vf>(x & high) * bits_as<vf>(w & high);
+        acc += bits_as<vf>(x[0]) * bits_as<vf>(w << 16);
+        return acc + bits_as<vf>(x[1]) * bits_as<vf>(w & int32_t(0xffff0000));
 #endif
     }
 };
@@ -55,26 +68,15 @@ struct Bf16 {
 struct Int8 {  // x unsigned, w signed
     typedef vi Acc;
     static constexpr int64_t RUN = INT8_RUN / GROUP;
-    static constexpr int MAX_ROWS = INT8_ROWS;
-    OE_INLINE vi dot(vi acc, vi x, vi w) {
+    static constexpr int MAX_ROWS = INT8_ROWS, WORDS = INT8_WORDS;
+    OE_INLINE vi dot(vi acc, const vi (&x)[WORDS], vi w) {
 #if defined(__AVX512VNNI__)
-        return bits_as<vi>(_mm512_dpbusd_epi32(bits_as<__m512i>(acc), bits_as<__m512i>(x), bits_as<__m512i>(w)));
-#elif OE_LANES == 16
-        const __m512i a = bits_as<__m512i>(x), b = bits_as<__m512i>(w), low = _mm512_set1_epi16(255);
-        const __m512i even = _mm512_madd_epi16(_mm512_and_si512(a, low), _mm512_srai_epi16(_mm512_slli_epi16(b, 8), 8));
-        const __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(a, 8), _mm512_srai_epi16(b, 8));
-        return acc + bits_as<vi>(even) + bits_as<vi>(odd);
-#elif OE_LANES == 8
-        const __m256i a = bits_as<__m256i>(x), b = bits_as<__m256i>(w), low = _mm256_set1_epi16(255);
-        const __m256i even = _mm256_madd_epi16(_mm256_and_si256(a, low), _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8));
-        const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(a, 8), _mm256_srai_epi16(b, 8));
-        return acc + bits_as<vi>(even) + bits_as<vi>(odd);
+        return bits_as<vi>(_mm512_dpbusd_epi32(bits_as<__m512i>(acc), bits_as<__m512i>(x[0]), bits_as<__m512i>(w)));
 #else
-        const vu byte = splat_bits(255), a = bits_as<vu>(x);
-        acc += bits_as<vi>(a & byte) * ((w << 24) >> 24);
-        acc += bits_as<vi>((a >> 8) & byte) * ((w << 16) >> 24);
-        acc += bits_as<vi>((a >> 16) & byte) * ((w << 8) >> 24);
-        return acc + bits_as<vi>(a >> 24) * (w >> 24);
+        typedef int16_t vs __attribute__((vector_size(4 * OE_LANES)));
+        const vs pairs = bits_as<vs>(w);
+        acc += multiply_pairs(x[0], bits_as<vi>(pairs << 8 >> 8));
+        return acc + multiply_pairs(x[1], bits_as<vi>(pairs >> 8));
 #endif
     }
 };
@@ -83,7 +85,7 @@ struct Int8 {  // x unsigned, w signed
 
 struct Product {
     const Layer* layer;
-    const char* x;  // groups of each row
+    const char* x;  // words of each row
     int64_t x_bytes;
     const float* x_scales;  // int8 only: row / run
     const float* x_shifts;  // int8 only: row / run, -zero * scale
@@ -160,21 +162,27 @@ struct Run {
     int64_t index, groups, slot;
 };
 
+OE_INLINE Run part_of(const Run& run, int part) {
+    return {run.weights + part * LANES * GROUP, run.index, run.groups, run.slot + part * LANES};
+}
+
 // What a run adds to `totals`, [ROWS][VECS], of the rows from `row` on. With every group what lies at `ahead` is
 // fetched: into the second-level cache, and all of it, where one tile takes all rows and memory is the limit; else into
 // the first.
 template <class D, int ROWS, bool STREAMED>
 void tile(const Product& p, const Run& run, int64_t row, vf* totals, const char* ahead, int64_t ahead_step) {
     typename D::Acc acc[ROWS][VECS] = {};
-    const char *w = run.weights, *x = p.x + row * p.x_bytes + run.index * D::RUN * GROUP;
+    constexpr int64_t X_GROUP = D::WORDS * GROUP;
+    const char *w = run.weights, *x = p.x + row * p.x_bytes + run.index * D::RUN * X_GROUP;
     const int64_t x_bytes = p.x_bytes;
-    for (const char* end = w + run.groups * ROW; w != end; w += ROW, x += GROUP, ahead += ahead_step) {
+    for (const char* end = w + run.groups * ROW; w != end; w += ROW, x += X_GROUP, ahead += ahead_step) {
         if (STREAMED) fetch(ahead), fetch(ahead + 64);
         else __builtin_prefetch(ahead);
         vi weights[VECS];
         for (int j = 0; j < VECS; j++) weights[j] = load_as<vi>(w + j * HALF * GROUP);
         for (int i = 0; i < ROWS; i++) {
-            const vi group = splat_group(x + i * x_bytes);
+            vi group[D::WORDS];
+            for (int k = 0; k < D::WORDS; k++) group[k] = splat_group(x + i * x_bytes + k * GROUP);
             for (int j = 0; j < VECS; j++) acc[i][j] = D::dot(acc[i][j], group, weights[j]);
         }
     }
@@ -198,26 +206,29 @@ void tile_of(
 template <class D>
 void multiply_panel(const Product& p, int64_t panel, int64_t row, int64_t rows) {
     const int64_t most = rows <= D::MAX_ROWS || MANY_ROWS > D::MAX_ROWS ? D::MAX_ROWS : MANY_ROWS;
-    const int64_t tiles = (rows + most - 1) / most, step = ROW / tiles;
-    for (int64_t at = 0; at < HALF; at += LANES) {
-        vf totals[ROWS_AT_ONCE * VECS];
-        memset(totals, 0, rows * VECS * sizeof(vf));
-        Run run = {p.layer->weights + panel * p.groups * ROW + at * GROUP, 0, 0, panel * PANEL + at};
-        for (int64_t left = p.groups; left > 0; left -= D::RUN, run.weights += run.groups * ROW, run.index++) {
-            run.groups = left < D::RUN ? left : D::RUN;
-            if (tiles == 1) {
-                tile_of<D, true>(p, run, row, rows, totals, run.weights + NEAR, ROW);
-                continue;
-            }
-            const char* ahead = run.weights + D::RUN * ROW;
-            for (int64_t first = 0, tile = tiles; tile > 0; tile--) {
-                const int64_t height = (rows - first + tile - 1) / tile;
-                tile_of<D, false>(p, run, row + first, height, totals + first * VECS, ahead, step);
-                first += height, ahead += run.groups * step;
-            }
+    const int64_t tiles = (rows + most - 1) / most, step = ROW / (tiles * PARTS);
+    vf totals[PARTS][ROWS_AT_ONCE * VECS];
+    for (int part = 0; part < PARTS; part++) memset(totals[part], 0, rows * VECS * sizeof(vf));
+    Run run = {p.layer->weights + panel * p.groups * ROW, 0, 0, panel * PANEL};
+    for (int64_t left = p.groups; left > 0; left -= D::RUN, run.weights += run.groups * ROW, run.index++) {
+        run.groups = left < D::RUN ? left : D::RUN;
+        if (tiles * PARTS == 1) {
+            tile_of<D, true>(p, run, row, rows, totals[0], run.weights + NEAR, ROW);
+            continue;
         }
-        if (p.y_kind == BFLOAT16) finish<bf16>(p, totals, row, rows, run.slot);
-        else finish<float>(p, totals, row, rows, run.slot);
+        const char* ahead = run.weights + D::RUN * ROW;
+        for (int64_t first = 0, tile = tiles; tile > 0; tile--) {
+            const int64_t height = (rows - first + tile - 1) / tile;
+            for (int part = 0; part < PARTS; part++, ahead += run.groups * step)
+                tile_of<D, false>(
+                    p, part_of(run, part), row + first, height, totals[part] + first * VECS, ahead, step);
+            first += height;
+        }
+    }
+    for (int part = 0; part < PARTS; part++) {
+        const int64_t slot = part_of(run, part).slot;
+        if (p.y_kind == BFLOAT16) finish<bf16>(p, totals[part], row, rows, slot);
+        else finish<float>(p, totals[part], row, rows, slot);
     }
 }
 
@@ -247,7 +258,7 @@ void multiply_share(const Team& team, const Product& p, int64_t rows, int64_t bl
 int64_t blocks_for(int64_t panels, int64_t rows, int64_t bytes, int64_t threads) {
     int64_t blocks = (bytes + BLOCK_BYTES - 1) / BLOCK_BYTES;
     if (blocks > rows) blocks = rows;
-    while (rows / (blocks + 1) >= 2 * FLOAT_ROWS) {
+    while (rows / (blocks + 1) >= 2 * F32_ROWS) {
         const int64_t units = panels * blocks, most = (units + threads - 1) / threads;
         if (most * threads * 16 <= units * 17) break;  // threads wait for at most a sixteenth of the work
         blocks++;
@@ -297,7 +308,7 @@ void quantize_row(const T* x, int64_t n, uint8_t* q, float* scales, float* shift
     if (n > 0) quantize(x, n, q, scales, shifts);
 }
 
-// Activations in groups, and for int8 with the scale and shift of each run.
+// Activations in words, and for int8 with the scale and shift of each run.
 struct Scratch {
     char* x;
     int64_t x_bytes;
@@ -311,18 +322,32 @@ Scratch scratch_in(char* memory, const Layer& layer, int64_t rows) {
     return s;
 }
 
+// Groups of quantized items to words, in their place: items 0 and 2, and 1 and 3, in 16 bits each.
+void widen(uint8_t* q, int64_t groups) {
+    for (int64_t i = groups - 1; i >= 0; i--) {
+        const uint32_t group = load_as<uint32_t>(q + i * GROUP), even = 0x00ff00ff;
+        store_as(q + 2 * i * GROUP, group & even);
+        store_as(q + (2 * i + 1) * GROUP, group >> 8 & even);
+    }
+}
+
 void prepare(const Layer& layer, const char* x, int32_t kind, const Scratch& s, int64_t row) {
     char* to = s.x + row * s.x_bytes;
     const int64_t n = layer.inputs, bytes = n * item_bytes(kind), runs = runs_of(layer);
-    if (layer.kind != INT8) {
+    if (layer.kind == INT8) {
+        uint8_t* q = reinterpret_cast<uint8_t*>(to);
+        float *scales = s.scales + row * runs, *shifts = s.shifts + row * runs;
+        if (kind == BFLOAT16) quantize_row(reinterpret_cast<const bf16*>(x), n, q, scales, shifts);
+        else quantize_row(reinterpret_cast<const float*>(x), n, q, scales, shifts);
+        if (INT8_WORDS == 2) widen(q, runs * INT8_RUN / GROUP);
+    } else if (words_of(layer) == 2) {
+        const bf16* items = reinterpret_cast<const bf16*>(x);
+        float* floats = reinterpret_cast<float*>(to);
+        for (int64_t i = 0; i < n; i += LANES) store(floats + i, load_some(items + i, n - i));
+    } else {
         memcpy(to, x, bytes);
         memset(to + bytes, 0, groups_of(layer) * GROUP - bytes);
-        return;
     }
-    uint8_t* q = reinterpret_cast<uint8_t*>(to);
-    float *scales = s.scales + row * runs, *shifts = s.shifts + row * runs;
-    if (kind == BFLOAT16) quantize_row(reinterpret_cast<const bf16*>(x), n, q, scales, shifts);
-    else quantize_row(reinterpret_cast<const float*>(x), n, q, scales, shifts);
 }
 
 }  // namespace
@@ -342,7 +367,8 @@ OE_SHARED(share_linear)(Team& team, const LinearCall& call, char* scratch) {
         if (!alone) team.wait();
         p.x = s.x, p.x_bytes = s.x_bytes, p.x_scales = s.scales, p.x_shifts = s.shifts;
     }
-    multiply_share(team, p, rows, blocks_for(panels_of(layer), rows, rows * groups * GROUP, team.threads));
+    const int64_t bytes = rows * groups * GROUP * words_of(layer);
+    multiply_share(team, p, rows, blocks_for(panels_of(layer), rows, bytes, team.threads));
 }
 
 OE_EXPORT(linear)(

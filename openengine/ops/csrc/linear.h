@@ -75,13 +75,32 @@ namespace {
 // Rows so few that every thread prepares them for itself, which takes less time than to wait for each other.
 OE_INLINE bool is_private(const LinearCall& call) { return call.rows * call.layer->inputs < 4096; }
 
-// Whether the product reads a copy of x: in whole groups, and for int8 quantized.
+// Words of 32 bits that a product reads of x for a group: the group as it is where one instruction multiplies it, else
+// two, so that nothing is left to widen while products are summed.
+#if defined(__AVX512BF16__)
+constexpr int BF16_WORDS = 1;
+#else
+constexpr int BF16_WORDS = 2;  // a float each
+#endif
+#if defined(__AVX512VNNI__)
+constexpr int INT8_WORDS = 1;
+#else
+constexpr int INT8_WORDS = 2;  // two 16-bit integers each
+#endif
+
+OE_INLINE int words_of(const Layer& layer) {
+    return layer.kind == FLOAT32 ? 1 : layer.kind == BFLOAT16 ? BF16_WORDS : INT8_WORDS;
+}
+
+// Whether the product reads a copy of x: in whole groups of words, and for int8 quantized.
 OE_INLINE bool is_copied(const Layer& layer) {
-    return layer.kind == INT8 || layer.inputs * item_bytes(layer.kind) % GROUP;
+    return layer.kind == INT8 || words_of(layer) == 2 || layer.inputs * item_bytes(layer.kind) % GROUP;
 }
 
 // Of a row of that copy. Whole runs are written; the odd line keeps rows off each other's cache sets.
-OE_INLINE int64_t copied_bytes(const Layer& layer) { return padded(groups_of(layer) * GROUP, INT8_RUN) + 64; }
+OE_INLINE int64_t copied_bytes(const Layer& layer) {
+    return padded(groups_of(layer) * GROUP, INT8_RUN) * words_of(layer) + 64;
+}
 
 OE_INLINE int64_t scratch_bytes(const LinearCall& call, int threads) {
     if (!is_copied(*call.layer)) return 0;
