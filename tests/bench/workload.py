@@ -52,9 +52,9 @@ def make(name: str, vocab_size: int) -> list[Request]:
 
 
 def uniform(num_requests: int, num_prompt: int, num_output: int, vocab_size: int) -> list[Request]:
-    """Requests of one size, with unlike prompts."""
-    rng = random.Random(_SEED)
-    return [Request(_draw(rng, num_prompt, vocab_size), num_output) for _ in range(num_requests)]
+    """Requests of one size, with unlike prompts, each the beginning of the same request's longer ones."""
+    rngs = (random.Random(f"{_SEED}, {index}") for index in range(num_requests))
+    return [Request(_draw(rng, num_prompt, vocab_size), num_output) for rng in rngs]
 
 
 def distinct(requests: list[Request], run: int, vocab_size: int, *, shared: bool = False) -> list[Request]:

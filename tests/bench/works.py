@@ -201,12 +201,16 @@ class Bench:
         self.run([Request(ids, min(count, 4)) for ids, count in requests], build or _greedy)
 
     def run(
-        self, requests: Sequence[Request], build: Build | None = None, *, shared: bool = False
+        self, requests: Sequence[Request], build: Build | None = None, *, shared: bool = False, cached: bool = False
     ) -> tuple[float, list[GenerationResult]]:
-        """Run requests at once: seconds, and the results, which are checked for their length."""
-        requests = self._distinct(requests, shared=shared)
+        """Run requests at once: seconds, and the results, which are checked for their length.
+
+        `cached`: the prompts may be those of an earlier run, or begin like them, and what is known is not computed.
+        """
+        requests = requests if cached else self._distinct(requests, shared=shared)
         built = [(build or _greedy)(request) for request in requests]
-        self.engine.clear_prefix_cache()
+        if not cached:
+            self.engine.clear_prefix_cache()
         start = time.perf_counter()
         results = self.engine.generate(built, progress=False)
         seconds = time.perf_counter() - start
