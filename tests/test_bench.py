@@ -220,7 +220,7 @@ def test_the_sizes_of_a_model_are_those_of_its_tensors(checkpoint):
 
 def test_a_cliff_is_a_point_less_efficient_than_one_before_it():
     points = [
-        Point("rows", rows, 256, 0.01, 1e9, over_limit)
+        Point("rows", rows, 256, 0.01, 1e11, 1e9, over_limit)
         for rows, over_limit in ((1, 3.0), (2, 2.0), (4, 2.2), (8, 2.7), (16, 0.5), (32, 0.6), (64, 0.7))
     ]
     assert [point.is_cliff for point in with_factors(points)] == [False, False, False, True, False, False, True]

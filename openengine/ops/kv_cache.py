@@ -58,7 +58,7 @@ class KvCache:
         with torch.inference_mode(False):
             if spec.device.type == "cpu":
                 num_bytes = math.prod(shape) * spec.dtype.itemsize
-                self._data = huge_pages.zeros(num_bytes).view(spec.dtype).view(shape)
+                self._data = huge_pages.empty(num_bytes).view(spec.dtype).view(shape)
             else:
                 self._data = torch.empty(shape, dtype=spec.dtype, device=spec.device)
             self._layers = self._data.unbind()

@@ -24,6 +24,7 @@ __all__ = ["NO_ACTIVATION", "NativeWeights"]
 
 _PANEL, _GROUP_BYTES = 32, 4  # as csrc/linear.h has them
 NO_ACTIVATION = -1
+_CONVERTED = 1 << 20  # elements that are converted at once
 _memory = HugePages()  # of all weights: one after another, as a step reads them
 
 _pointer, _i64, _i32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
@@ -112,8 +113,15 @@ class NativeWeights:
 
     def write(self, first: int, values: Tensor) -> None:
         """Put rows `first` on: values [n, in], of any float dtype."""
-        if values.dtype != self.dtype and not (self.int8 and values.dtype in FLOAT_KINDS):
-            values = values.to(torch.float32 if self.int8 else self.dtype)
+        kinds = FLOAT_KINDS if self.int8 else (self.dtype,)
+        if values.dtype in kinds:
+            self._write(first, values)
+            return
+        for part in values.split(max(1, _CONVERTED // max(1, self.in_features))):
+            self._write(first, part.to(torch.float32 if self.int8 else self.dtype))
+            first += part.shape[0]
+
+    def _write(self, first: int, values: Tensor) -> None:
         values = values.contiguous()
         _multiply, pack, quantize, _rows = self._functions
         row_bytes = values.shape[1] * values.itemsize

@@ -1,8 +1,8 @@
 """How the time of a decode step grows with concurrency and with context, and where it grows more than the work does.
 
 Each point is the median over steps that decode exactly so many rows. `over_limit` compares each with the least that its
-operations and bytes could take (`ModelCost.decode_bound_s`) at the read rate right after it, for on a shared host that
-changes from second to second. A cliff is a point whose `over_limit` is more than 1.3 times the least of the points before
+operations and bytes could take (`ModelCost.decode_bound_s`) at the rates right after it, for on a shared host these
+change from second to second. A cliff is a point whose `over_limit` is more than 1.3 times the least of the points before
 it on its curve: more work should never make the engine less efficient.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tests.bench import workload
-from tests.bench.machine import ReadProbe
+from tests.bench.machine import Probe
 from tests.bench.probe import wrapped
 from tests.bench.works import Bench, CannotRun
 
@@ -37,6 +37,7 @@ class Point:
     rows: int
     context: int
     step_s: float
+    gemm_rate: float  # operations per second
     read_rate: float  # bytes per second
     over_limit: float
     factor: float = 1.0
@@ -65,7 +66,7 @@ def with_factors(points: list[Point]) -> list[Point]:
 
 
 def _curve(bench: Bench, name: str, sizes: list[tuple[int, int]]) -> Iterator[list[Point] | str]:
-    points, probe = [], ReadProbe(quick=bench.quick)
+    points, probe = [], Probe(bench.machine.gemm_dtype, quick=bench.quick)
     if bench.quick:
         sizes = [(rows, context // 8) for rows, context in sizes[::3]]
     for rows, context in sizes:
@@ -76,7 +77,7 @@ def _curve(bench: Bench, name: str, sizes: list[tuple[int, int]]) -> Iterator[li
     yield with_factors(points)
 
 
-def _point(bench: Bench, probe: ReadProbe, name: str, rows: int, context: int) -> Point:
+def _point(bench: Bench, probe: Probe, name: str, rows: int, context: int) -> Point:
     info = bench.engine.model_info()
     if rows > info.max_running_requests:
         raise CannotRun(f"max_num_seqs is {info.max_running_requests}")
@@ -96,11 +97,12 @@ def _point(bench: Bench, probe: ReadProbe, name: str, rows: int, context: int) -
         raise CannotRun("the requests never decoded together")
     mean = context - len(steps) // 2
     over_limit = [
-        step.seconds / bench.cost.decode_bound_s([mean] * rows, bench.machine.gemm_rate, step.read_rate)
-        for step in steps
+        step.seconds / bench.cost.decode_bound_s([mean] * rows, step.gemm_rate, step.read_rate) for step in steps
     ]
-    step_s, read_rate = (statistics.median(getattr(step, name) for step in steps) for name in ("seconds", "read_rate"))
-    return Point(name, rows, mean, step_s, read_rate, statistics.median(over_limit))
+    step_s, gemm_rate, read_rate = (
+        statistics.median(getattr(step, name) for step in steps) for name in ("seconds", "gemm_rate", "read_rate")
+    )
+    return Point(name, rows, mean, step_s, gemm_rate, read_rate, statistics.median(over_limit))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +111,14 @@ class _Step:
 
     num_decodes: int
     seconds: float
+    gemm_rate: float
     read_rate: float
 
 
 class _Clock:
     """Times the steps and, after each, the machine."""
 
-    def __init__(self, probe: ReadProbe) -> None:
+    def __init__(self, probe: Probe) -> None:
         self.steps: list[_Step] = []
         self._probe = probe
         self._rows = 0  # of the step before
@@ -126,7 +129,7 @@ class _Clock:
             plan = inner()
             seconds = time.perf_counter() - self._resumed
             rows = plan.num_decodes if plan.num_decodes == len(plan.scheduled) else 0
-            self.steps.append(_Step(rows if rows == self._rows else 0, seconds, self._probe.rate()))
+            self.steps.append(_Step(rows if rows == self._rows else 0, seconds, *self._probe.rates()))
             self._rows, self._resumed = rows, time.perf_counter()
             return plan
 

@@ -21,11 +21,12 @@ from torch import Tensor
 
 import openengine
 
-__all__ = ["Machine", "ReadProbe", "environment", "measure"]
+__all__ = ["Machine", "Probe", "environment", "measure"]
 
 _GEMM_SHAPES = ((1024, 2048, 2048), (2048, 1536, 1536))  # M, N, K
 _READ_BYTES = 512 << 20  # many times any cache
 _PROBE_BYTES = 128 << 20
+_PROBE_SHAPE = (256, 1536, 1536)
 _BUDGET_S = 0.6  # for each way of each figure
 _PACKAGES = ("torch", "numpy", "tokenizers", "safetensors")
 
@@ -61,17 +62,23 @@ def measure(gemm_dtype: str, *, quick: bool = False) -> Machine:
     return Machine(gemm_dtype, best, read)
 
 
-class ReadProbe:
-    """What the machine reads at the moment: on a shared host that may halve within a second."""
+class Probe:
+    """What the machine multiplies and reads at the moment: on a shared host either may halve within a second."""
 
-    def __init__(self, *, quick: bool = False) -> None:
+    def __init__(self, gemm_dtype: str, *, quick: bool = False) -> None:
+        m, n, k = _PROBE_SHAPE
+        budget = 0.0 if quick else 0.1
+        self._operations = 2.0 * m * n * k
+        self._multiply = min(_gemms(gemm_dtype, m, n, k), key=lambda multiply: _least_s(multiply, budget))
         self._buffer = torch.ones(_PROBE_BYTES // (16 if quick else 1) // 4)
 
-    def rate(self) -> float:
-        """Bytes per second, of one pass of some milliseconds."""
+    def rates(self) -> tuple[float, float]:
+        """Operations and bytes per second, each of one pass of some milliseconds."""
         start = time.perf_counter()
+        self._multiply()
+        middle = time.perf_counter()
         self._buffer.sum()
-        return self._buffer.nbytes / (time.perf_counter() - start)
+        return self._operations / (middle - start), self._buffer.nbytes / (time.perf_counter() - middle)
 
 
 def environment(num_threads: int) -> dict[str, Any]:

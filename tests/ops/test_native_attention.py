@@ -29,6 +29,15 @@ RAGGED = ([1, 1, 1, 1, 5, 40, 33], [1, 77, 300, 16, 5, 40, 150])
 LONG = ([1, 1, 1, 300, 200], [1500, 129, 1, 300, 650])
 
 
+@pytest.fixture
+def two_threads():
+    """How work is cut depends on how many threads there are."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
 def assert_errs_at_most_twice_as_much_as_plain_pytorch(case: Sequences, actual: torch.Tensor) -> None:
     exact, plain = case.expected(torch.float64), case.expected(case.dtype).double()
     tiny = 2e-6 if case.dtype == torch.float32 else 1e-9  # plain PyTorch may happen to be exact
@@ -133,11 +142,17 @@ def test_neither_the_batch_nor_the_number_of_threads_changes_a_bit(level, dtype)
 @EVERY_LEVEL
 @DTYPES
 @pytest.mark.parametrize(("num_kv_heads", "group"), [(1, 4), (3, 3), (16, 8)])  # the last has more rows than an item
-def test_heads_attended_together_are_heads_attended_alone_to_the_last_bit(level, dtype, num_kv_heads, group):
+def test_heads_attended_together_are_heads_attended_alone_to_the_last_bit(
+    level, dtype, num_kv_heads, group, monkeypatch, two_threads
+):
     sizes = {"num_heads": num_kv_heads * group, "num_kv_heads": num_kv_heads, "head_dim": 32, "dtype": dtype}
-    lengths = [1, 16, 17, 255, 256, 257, 300, 32, 600, 90, 5, 130, 20, 1300]  # in their batch the last is split
+    lengths = [1, 16, 17, 255, 256, 257, 300, 32, 600, 90, 5, 130, 20, 1300]  # in their batch the longest are split
     backend = NativeAttention(dtype, level=level)
+    plans = []
+    make_plan = backend._make_plan
+    monkeypatch.setattr(backend, "_make_plan", lambda *args: plans.append(make_plan(*args)) or plans[-1])
     together = Sequences([1] * len(lengths), lengths, window=1000, **sizes).attend(backend, 48)
+    assert plans[-1][0].is_joined and plans[-1][0].num_merges
     for index, length in enumerate(lengths):
         (alone,) = Sequences([1], [length], seed=index, window=1000, **sizes).attend(backend, 48)
         assert torch.equal(together[index], alone)
@@ -261,7 +276,7 @@ def test_layers_of_different_windows_share_one_step():
 
 @EVERY_LEVEL
 @torch.inference_mode()
-def test_only_wanted_tokens_are_attended_where_few_are(level):
+def test_only_wanted_tokens_are_attended_where_few_are(level, two_threads):
     backend = NativeAttention(torch.float32, level=level)
     kv = backend.allocate(KvSpec(1, 2, 32, torch.float32, CPU), 12, 32)
     tables, heads = [[0], [1], list(range(2, 12))], 4

@@ -279,6 +279,8 @@ OE_EXPORT(attention_plan)(const AttentionStep* batch, AttentionPlan* plan) {
     const AttentionStep& step = *batch;
     const int tokens = tokens_of_items(step);
     const bool joined = plan->items && plan->is_joined;
+    const int ranges = (step.num_kv_heads + tokens - 1) / tokens;  // of heads, of which each item has one
+    const int most_heads = (step.num_kv_heads + ranges - 1) / ranges, threads = step.num_threads;
     int64_t cost = 0;  // keys that are read
     for (int seq = 0; seq < step.num_seqs; seq++) {
         const int query_len = step.query_starts[seq + 1] - step.query_starts[seq];
@@ -299,14 +301,14 @@ OE_EXPORT(attention_plan)(const AttentionStep* batch, AttentionPlan* plan) {
         const Span span = span_of_queries(step.context_lens[seq] - 1, 1, plan->window);
         // One query is split if it is more than a quarter of what a thread is to read.
         const int64_t keys = (span.end - span.begin) * int64_t(step.num_kv_heads);
-        const bool is_split = query_len == 1 && chunks_of(span) > 1 && keys * step.num_threads * 4 > cost;
+        const bool is_split = query_len == 1 && chunks_of(span) > 1 && threads > 1 && keys * threads * 4 > cost;
         const int chunks = is_split ? chunks_of(span) : 0;
         for (int token = (query_len - 1) / tokens * tokens; token >= 0; token -= tokens) {
             const int count = min_of(tokens, query_len - token), row = step.query_starts[seq] + token;
             if (!is_wanted(row, row + count)) continue;
             for (int chunk = is_split ? 0 : -1; chunk < chunks; chunk++)
                 for (int head = 0, heads; head < step.num_kv_heads; head += heads, num_items++) {
-                    heads = joined && query_len == 1 ? min_of(tokens, step.num_kv_heads - head) : 1;
+                    heads = joined && query_len == 1 ? min_of(most_heads, step.num_kv_heads - head) : 1;
                     const int partial = num_partials + chunk * step.num_kv_heads + head;
                     if (plan->items) plan->items[num_items] = {seq, token, count, head, heads, chunk, partial};
                 }
@@ -317,7 +319,7 @@ OE_EXPORT(attention_plan)(const AttentionStep* batch, AttentionPlan* plan) {
         num_partials += chunks * step.num_kv_heads;
     }
     plan->num_items = num_items;
-    if (!plan->items) plan->is_joined = num_items >= 4 * step.num_threads * step.num_kv_heads;
+    if (!plan->items) plan->is_joined = threads == 1 || num_items >= 4 * threads * step.num_kv_heads;
     plan->num_merges = num_merges;
     plan->num_partials = num_partials;
     plan->is_small = step.num_threads == 1 || cost * group_of(step) * step.head_dim < SMALL;

@@ -32,7 +32,7 @@ struct AttentionPlan {
     int64_t num_wanted;     // -1: all
     int32_t window;  // keys that a query sees; 0 for all
     int32_t num_items, num_merges, num_partials, is_small;
-    int32_t is_joined;      // whether an item has several heads
+    int32_t is_joined;      // whether an item may have several heads
     int64_t scratch_bytes;  // per thread
     int64_t partial_bytes;  // of each
     AttentionItem* items;   // null: only count

@@ -212,7 +212,7 @@ void multiply_panel(const Product& p, int64_t panel, int64_t row, int64_t rows) 
     Run run = {p.layer->weights + panel * p.groups * ROW, 0, 0, panel * PANEL};
     for (int64_t left = p.groups; left > 0; left -= D::RUN, run.weights += run.groups * ROW, run.index++) {
         run.groups = left < D::RUN ? left : D::RUN;
-        if (tiles * PARTS == 1) {
+        if (PARTS == 1 && tiles == 1) {
             tile_of<D, true>(p, run, row, rows, totals[0], run.weights + NEAR, ROW);
             continue;
         }
