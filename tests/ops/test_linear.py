@@ -59,7 +59,7 @@ def error(actual: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def mean_error(actual: torch.Tensor, exact: torch.Tensor) -> float:
-    """Root mean square: unlike the greatest error no matter of luck, for libraries that differ in the order of sums."""
+    """Root mean square."""
     return (actual.double() - exact).square().mean().sqrt().item()
 
 
@@ -216,14 +216,23 @@ def test_values_that_are_not_finite_stay_in_their_row(level):
 
 @each_float
 def test_onednn_products_err_at_most_twice_as_much_as_plain_pytorch(dtype):
+    # Without AVX-512 oneDNN and the library behind plain float32 sum in unlike orders: of few results the greatest
+    # error is a matter of luck there, so it is compared over all shapes.
+    alike = dtype != torch.float32 or "AVX512" in torch.backends.cpu.get_cpu_capability()
+    greatest, greatest_plain = 0.0, 0.0
     for rows, inputs, outputs in shapes(8):
         x, weight, bias = example(rows, inputs, outputs, dtype)
         exact = F.linear(x.double(), weight.double(), bias.double())
-        plain = mean_error(F.linear(x, weight, bias), exact)
+        plain = F.linear(x, weight, bias)
         weights = DenseWeights(weight, bias)
         weights.pack()
-        assert mean_error(weights.multiply(x, dtype), exact) <= 2 * plain + 1e-6
+        actual = weights.multiply(x, dtype)
+        if alike:
+            assert error(actual, exact) <= 2 * error(plain, exact) + 1e-6
+        assert mean_error(actual, exact) <= 2 * mean_error(plain, exact) + 1e-6
+        greatest, greatest_plain = max(greatest, error(actual, exact)), max(greatest_plain, error(plain, exact))
         assert torch.equal(weights.dense(), weight)
+    assert greatest <= 2 * greatest_plain + 1e-6
 
 
 def test_onednn_holds_one_copy_unless_the_weight_is_a_table():
