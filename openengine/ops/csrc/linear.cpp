@@ -20,7 +20,8 @@ constexpr int F32_ROWS = 10, BF16_ROWS = 10, INT8_ROWS = 6;
 constexpr int F32_ROWS = 6, BF16_ROWS = 4, INT8_ROWS = 4;
 #endif
 constexpr int MANY_ROWS = 8;  // of each tile where one does not take all: lower ones are faster with weights at hand
-constexpr int64_t ROWS_AT_ONCE = 64;        // of a panel: their totals and what a run reads of them stay close to the core
+constexpr int WIDE_FROM = 16;  // rows for which a run's weights are widened once instead of by every tile
+constexpr int64_t ROWS_AT_ONCE = PARTS == 1 ? 64 : 32;  // their totals and what a run reads of them stay near
 constexpr int64_t NEAR = 4096;              // bytes to fetch ahead of a tile that reads weights from memory
 constexpr int64_t BLOCK_BYTES = 1 << 20;    // of activations that stay in the second-level cache beside a panel
 constexpr int64_t SMALL = 65536;            // bytes of weights times rows: below, waking the threads costs more
@@ -44,14 +45,37 @@ OE_INLINE vi multiply_pairs(vi a, vi b) {
 
 constexpr int64_t FLOAT_RUN = 64;  // bounds the rounding errors
 
-struct F32 {
+// A group of a packed panel is one step, which reads WORDS words of x; NEXT and APART are the bytes from one step's
+// weights to the next and from vector to vector.
+struct Packed {
+    static constexpr int STEPS = 1;
+    static constexpr int64_t NEXT = ROW, APART = HALF * GROUP;
+};
+
+// One step for each word of a group, over weights that `widen_run` put side by side.
+struct Wide {
+    static constexpr int STEPS = 2, WORDS = 1, MAX_ROWS = F32_ROWS;
+    static constexpr int64_t NEXT = VECS * sizeof(vi), APART = sizeof(vi);
+};
+
+struct F32 : Packed {
     typedef vf Acc;
     static constexpr int64_t RUN = FLOAT_RUN;
     static constexpr int MAX_ROWS = F32_ROWS, WORDS = 1;
     OE_INLINE vf dot(vf acc, const vi (&x)[WORDS], vi w) { return acc + bits_as<vf>(x[0]) * bits_as<vf>(w); }
 };
 
-struct Bf16 {
+OE_INLINE vi bf16_word(vi w, int k) { return k == 0 ? w << 16 : w & int32_t(0xffff0000); }
+
+struct WideBf16 : Wide {
+    typedef vf Acc;
+    static constexpr int64_t RUN = FLOAT_RUN;
+    OE_INLINE vi word(vi w, int k) { return bf16_word(w, k); }
+    OE_INLINE vf dot(vf acc, const vi (&x)[WORDS], vi w) { return F32::dot(acc, x, w); }
+};
+
+struct Bf16 : Packed {
+    typedef WideBf16 Widened;
     typedef vf Acc;
     static constexpr int64_t RUN = FLOAT_RUN;
     static constexpr int MAX_ROWS = BF16_ROWS, WORDS = BF16_WORDS;
@@ -59,13 +83,26 @@ struct Bf16 {
 #if defined(__AVX512BF16__)
         return bits_as<vf>(_mm512_dpbf16_ps(bits_as<__m512>(acc), bits_as<__m512bh>(x[0]), bits_as<__m512bh>(w)));
 #else
-        acc += bits_as<vf>(x[0]) * bits_as<vf>(w << 16);
-        return acc + bits_as<vf>(x[1]) * bits_as<vf>(w & int32_t(0xffff0000));
+        acc += bits_as<vf>(x[0]) * bits_as<vf>(bf16_word(w, 0));
+        return acc + bits_as<vf>(x[1]) * bits_as<vf>(bf16_word(w, 1));
 #endif
     }
 };
 
-struct Int8 {  // x unsigned, w signed
+OE_INLINE vi int8_word(vi w, int k) {
+    typedef int16_t vs __attribute__((vector_size(4 * OE_LANES)));
+    return bits_as<vi>(k == 0 ? bits_as<vs>(w) << 8 >> 8 : bits_as<vs>(w) >> 8);
+}
+
+struct WideInt8 : Wide {
+    typedef vi Acc;
+    static constexpr int64_t RUN = INT8_RUN / GROUP;
+    OE_INLINE vi word(vi w, int k) { return int8_word(w, k); }
+    OE_INLINE vi dot(vi acc, const vi (&x)[WORDS], vi w) { return acc + multiply_pairs(x[0], w); }
+};
+
+struct Int8 : Packed {  // x unsigned, w signed
+    typedef WideInt8 Widened;
     typedef vi Acc;
     static constexpr int64_t RUN = INT8_RUN / GROUP;
     static constexpr int MAX_ROWS = INT8_ROWS, WORDS = INT8_WORDS;
@@ -73,10 +110,7 @@ struct Int8 {  // x unsigned, w signed
 #if defined(__AVX512VNNI__)
         return bits_as<vi>(_mm512_dpbusd_epi32(bits_as<__m512i>(acc), bits_as<__m512i>(x[0]), bits_as<__m512i>(w)));
 #else
-        typedef int16_t vs __attribute__((vector_size(4 * OE_LANES)));
-        const vs pairs = bits_as<vs>(w);
-        acc += multiply_pairs(x[0], bits_as<vi>(pairs << 8 >> 8));
-        return acc + multiply_pairs(x[1], bits_as<vi>(pairs >> 8));
+        return acc + multiply_pairs(x[0], int8_word(w, 0)) + multiply_pairs(x[1], int8_word(w, 1));
 #endif
     }
 };
@@ -166,20 +200,21 @@ OE_INLINE Run part_of(const Run& run, int part) {
     return {run.weights + part * LANES * GROUP, run.index, run.groups, run.slot + part * LANES};
 }
 
-// What a run adds to `totals`, [ROWS][VECS], of the rows from `row` on. With every group what lies at `ahead` is
+// What a run adds to `totals`, [ROWS][VECS], of the rows from `row` on. With every step what lies at `ahead` is
 // fetched: into the second-level cache, and all of it, where one tile takes all rows and memory is the limit; else into
 // the first.
 template <class D, int ROWS, bool STREAMED>
 void tile(const Product& p, const Run& run, int64_t row, vf* totals, const char* ahead, int64_t ahead_step) {
     typename D::Acc acc[ROWS][VECS] = {};
-    constexpr int64_t X_GROUP = D::WORDS * GROUP;
-    const char *w = run.weights, *x = p.x + row * p.x_bytes + run.index * D::RUN * X_GROUP;
+    constexpr int64_t X_STEP = D::WORDS * GROUP;
+    const char *w = run.weights, *x = p.x + row * p.x_bytes + run.index * D::RUN * D::STEPS * X_STEP;
     const int64_t x_bytes = p.x_bytes;
-    for (const char* end = w + run.groups * ROW; w != end; w += ROW, x += X_GROUP, ahead += ahead_step) {
+    const char* end = w + run.groups * D::STEPS * D::NEXT;
+    for (; w != end; w += D::NEXT, x += X_STEP, ahead += ahead_step) {
         if (STREAMED) fetch(ahead), fetch(ahead + 64);
         else __builtin_prefetch(ahead);
         vi weights[VECS];
-        for (int j = 0; j < VECS; j++) weights[j] = load_as<vi>(w + j * HALF * GROUP);
+        for (int j = 0; j < VECS; j++) weights[j] = load_as<vi>(w + j * D::APART);
         for (int i = 0; i < ROWS; i++) {
             vi group[D::WORDS];
             for (int k = 0; k < D::WORDS; k++) group[k] = splat_group(x + i * x_bytes + k * GROUP);
@@ -201,28 +236,44 @@ void tile_of(
     }
 }
 
+// A run of packed weights as words, [groups][word][VECS], at `to`.
+template <class D>
+Run widen_run(const Run& run, char* to) {
+    const Run wide = {to, run.index, run.groups, run.slot};
+    const char* w = run.weights;
+    for (const char* end = w + run.groups * ROW; w != end; w += ROW)
+        for (int k = 0; k < D::STEPS; k++)
+            for (int j = 0; j < VECS; j++, to += sizeof(vi))
+                store_as(to, D::word(load_as<vi>(w + j * Packed::APART), k));
+    return wide;
+}
+
 // `rows` rows of one panel from `row` on, in tiles of nearly equal height. The tiles take one run after the other
 // together, so that its weights come from memory once, and evenly: those of the next are fetched meanwhile.
 template <class D>
 void multiply_panel(const Product& p, int64_t panel, int64_t row, int64_t rows) {
+    constexpr bool IS_WIDE = D::STEPS > 1;
     const int64_t most = rows <= D::MAX_ROWS || MANY_ROWS > D::MAX_ROWS ? D::MAX_ROWS : MANY_ROWS;
-    const int64_t tiles = (rows + most - 1) / most, step = ROW / (tiles * PARTS);
+    const int64_t tiles = (rows + most - 1) / most, step = ROW / (tiles * PARTS * D::STEPS);
+    char words[IS_WIDE ? D::RUN * D::STEPS * D::NEXT : 1] __attribute__((aligned(64)));
     vf totals[PARTS][ROWS_AT_ONCE * VECS];
     for (int part = 0; part < PARTS; part++) memset(totals[part], 0, rows * VECS * sizeof(vf));
     Run run = {p.layer->weights + panel * p.groups * ROW, 0, 0, panel * PANEL};
     for (int64_t left = p.groups; left > 0; left -= D::RUN, run.weights += run.groups * ROW, run.index++) {
         run.groups = left < D::RUN ? left : D::RUN;
-        if (PARTS == 1 && tiles == 1) {
+        if (!IS_WIDE && PARTS == 1 && tiles == 1) {
             tile_of<D, true>(p, run, row, rows, totals[0], run.weights + NEAR, ROW);
             continue;
         }
         const char* ahead = run.weights + D::RUN * ROW;
-        for (int64_t first = 0, tile = tiles; tile > 0; tile--) {
-            const int64_t height = (rows - first + tile - 1) / tile;
-            for (int part = 0; part < PARTS; part++, ahead += run.groups * step)
-                tile_of<D, false>(
-                    p, part_of(run, part), row + first, height, totals[part] + first * VECS, ahead, step);
-            first += height;
+        for (int part = 0; part < PARTS; part++) {
+            Run own = part_of(run, part);
+            if constexpr (IS_WIDE) own = widen_run<D>(own, words);
+            for (int64_t first = 0, tile = tiles; tile > 0; tile--, ahead += run.groups * D::STEPS * step) {
+                const int64_t height = (rows - first + tile - 1) / tile;
+                tile_of<D, false>(p, own, row + first, height, totals[part] + first * VECS, ahead, step);
+                first += height;
+            }
         }
     }
     for (int part = 0; part < PARTS; part++) {
@@ -240,8 +291,13 @@ void multiply_share(const Team& team, const Product& p, int64_t rows, int64_t bl
         const int64_t block = unit / panels, first = rows * block / blocks, count = rows * (block + 1) / blocks - first;
         const int64_t parts = (count + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
         for (int64_t part = 0; part < parts; part++) {
-            const int64_t row = count * part / parts;
-            multiply_panel<D>(p, unit % panels, first + row, count * (part + 1) / parts - row);
+            const int64_t row = first + count * part / parts, rows = first + count * (part + 1) / parts - row;
+            if constexpr (D::WORDS > 1)
+                if (rows >= WIDE_FROM) {
+                    multiply_panel<typename D::Widened>(p, unit % panels, row, rows);
+                    continue;
+                }
+            multiply_panel<D>(p, unit % panels, row, rows);
         }
     }
 }
