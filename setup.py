@@ -6,6 +6,7 @@ The native kernels are an optional extension: without a C++ compiler the package
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -68,7 +69,15 @@ OPTIONS += ["-fno-math-errno", "-fno-trapping-math"]
 class BuildNative(build_ext):
     """Builds the kernels as a plain shared object that ctypes opens: no headers of Python's or PyTorch's are needed."""
 
+    def run(self):
+        if self.inplace:  # a library of older sources may be wrong, so it goes even if none is built after it
+            for ext in self.extensions:
+                *package, name = ext.name.split(".")
+                Path(ROOT, *package, self.get_ext_filename(name)).unlink(missing_ok=True)
+        super().run()
+
     def build_extension(self, ext):
+        Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)
         try:
             self.build_library(ext)
         except CompileError as exc:
@@ -79,7 +88,7 @@ class BuildNative(build_ext):
 
     def build_library(self, ext):
         compiler = find_compiler()
-        options, is_gcc = OPTIONS, "clang" not in run(compiler, "--version")
+        options, is_gcc = OPTIONS, "clang" not in run(*compiler, "--version")
         if is_gcc:
             # Compiled for OpenMP but linked to no runtime: the library is to use the one that PyTorch has loaded,
             # which serves GCC's calls and not those of Clang. Built by Clang it runs on one thread.
@@ -90,7 +99,7 @@ class BuildNative(build_ext):
             target = Path(self.build_temp, f"{Path(source).stem}_{level}.o")
             flags = [*options, *LEVELS[level], f"-DOE_LEVEL={level}"] if level else options
             try:
-                run(compiler, *flags, "-c", source, "-o", str(target))
+                run(*compiler, *flags, "-c", source, "-o", str(target))
             except CompileError:
                 if level in (None, "generic"):
                     raise
@@ -107,14 +116,19 @@ class BuildNative(build_ext):
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         undefined = ["-undefined", "dynamic_lookup"] if platform.system() == "Darwin" else []
-        run(compiler, "-shared", *undefined, *objects, "-o", str(target))
+        linked = target.with_name(f"{target.name}.part")  # a library cut short would kill who opens it
+        run(*compiler, "-shared", *undefined, *objects, "-o", str(linked))
+        linked.replace(target)
 
 
 def find_compiler():
-    for name in (os.environ.get("CXX"), "g++", "c++", "clang++"):
-        if name and shutil.which(name):
-            return name
-    raise CompileError("no C++ compiler was found (g++, c++, clang++, or the one that CXX names)")
+    """The command of the C++ compiler, as a list: what CXX says, and nothing else where it says something."""
+    chosen = shlex.split(os.environ.get("CXX", ""))
+    for name in [chosen[0]] if chosen else ["g++", "c++", "clang++"]:
+        if shutil.which(name):
+            return chosen or [name]
+    wanted = f"CXX names {chosen[0]!r}, which is not there" if chosen else "no g++, c++ or clang++, and no CXX"
+    raise CompileError(f"no C++ compiler was found: {wanted}")
 
 
 def run(*command):

@@ -51,8 +51,8 @@ class EngineConfig:
     max_num_seqs: sequences that run at once, of a model with a KV cache.  max_num_batched_tokens: tokens computed per
     step; None is 512, or max_num_seqs if that is more, and 2048 for an encoder, whose items are computed whole.
     max_queued_requests: accepted requests that may wait before `submit` raises Overloaded.
-    block_size: tokens per KV block; None asks the backend.  num_kv_blocks: size of the KV pool;
-    None takes `kv_memory_fraction` of the memory that is free after loading (a quarter on a CPU,
+    block_size: tokens per KV block; None asks the backend.  num_kv_blocks: size of the KV pool; None takes
+    kv_memory_fraction of the memory that is free after loading (a quarter on a CPU,
     and there at most 4 GiB; 0.85 on a GPU), never more than max_num_seqs x max_model_len needs.
     event_buffer_size: batches of KV events kept for replay and slow subscribers; 0 switches KV events off.
     kernels: "auto", "native", "torch" or "flash".
@@ -124,6 +124,10 @@ class EngineConfig:
         is_number = isinstance(fraction, (int, float)) and not isinstance(fraction, bool)
         if fraction is not None and not (is_number and 0 < fraction <= 1):
             raise InvalidArgument(f"kv_memory_fraction must be a number in (0, 1], not {fraction!r:.80}")
+        if fraction is not None and self.num_kv_blocks is not None:
+            raise InvalidArgument(
+                f"num_kv_blocks {self.num_kv_blocks} and kv_memory_fraction {fraction} both size the KV pool; leave one out"
+            )
         timeout = self.guide_timeout_s
         is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
         if not (is_number and 0 < timeout <= _MAX_GUIDE_TIMEOUT_S):

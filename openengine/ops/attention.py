@@ -6,6 +6,7 @@ request state. `window` counts keys: query position i sees key positions i - win
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -18,9 +19,11 @@ from openengine.ops.attention_native import NativeAttention
 from openengine.ops.attention_torch import TorchAttention
 from openengine.ops.batch import ForwardBatch
 from openengine.ops.kv_cache import KvCache, KvSpec
+from openengine.ops.native import native_library
 
 __all__ = ["AttentionBackend", "select_backend"]
 
+_log = logging.getLogger(__name__)
 _KERNELS = ("auto", "native", "torch", "flash")
 
 
@@ -87,7 +90,9 @@ def select_backend(
             return NativeAttention(dtype)
         FlashAttention.check_device(device)
         return FlashAttention(dtype)
-    except UnsupportedFeature:
+    except UnsupportedFeature as exc:
         if kernels != "auto":
             raise
+        if is_native and native_library() is not None:  # its absence says so for itself
+            _log.warning("%s. Attention runs in PyTorch, which is slower", exc)
         return TorchAttention()

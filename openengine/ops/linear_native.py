@@ -122,6 +122,8 @@ class NativeWeights:
             first += part.shape[0]
 
     def _write(self, first: int, values: Tensor) -> None:
+        assert values.shape[1] == self.in_features, "values must be [n, in]"
+        assert 0 <= first <= self.out_features - values.shape[0], "rows that the weights do not have"
         values = values.contiguous()
         _multiply, pack, quantize, _rows = self._functions
         row_bytes = values.shape[1] * values.itemsize

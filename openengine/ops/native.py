@@ -83,4 +83,5 @@ def _find() -> NativeLibrary | str:
     if interface != INTERFACE:
         return f"the native kernels have interface {interface}, this version needs {INTERFACE}; {_REBUILD}"
     runnable = LEVELS[: handle.oe_cpu_levels()]
-    return NativeLibrary(handle, tuple(level for level in runnable if hasattr(handle, f"oe_attention_{level}")))
+    levels = tuple(level for level in runnable if hasattr(handle, f"oe_attention_{level}"))
+    return NativeLibrary(handle, levels) if levels else f"the native kernels have none for this CPU; {_REBUILD}"

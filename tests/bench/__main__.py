@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
+import shlex
+import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -36,6 +39,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unknown works {', '.join(unknown)}; known are {', '.join(WORKS)}")
     if args.repeat < 1 or args.rate <= 0 or args.arrivals < 1:
         parser.error("--repeat and --arrivals must be at least 1, --rate positive")
+    for command in args.vs:
+        if not shlex.split(command) or shutil.which(shlex.split(command)[0]) is None:
+            parser.error(f"--vs {command!r}: there is no such command")
+    if args.plot is not None:
+        if "growth" not in args.works:
+            parser.error("--plot draws the work growth, which --works leaves out")
+        if importlib.util.find_spec("matplotlib") is None:
+            parser.error("--plot needs matplotlib, which is not installed")
+    for path in (args.json, args.plot):
+        if path is not None and not path.parent.is_dir():
+            parser.error(f"{path}: there is no directory {path.parent}")
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     args.model = args.model or str(demo_model())
@@ -71,6 +85,8 @@ def _run(engine: Engine, args: argparse.Namespace, options: dict[str, Any]) -> d
     }
     _show(report.header_lines(document["environment"], attributes, Path(args.model).name, before))
     bench = Bench(engine, model_cost(engine, args.quantization), before, repeat=args.repeat, quick=args.quick)
+    if args.quick:
+        _show(["--quick: the figures below mean nothing"])
     runner = _Runner(bench, args, options, document)
     for name in args.works:
         runner.run(name)
@@ -165,7 +181,7 @@ class _Runner:
                 self._skip("growth", found)
             elif found:
                 curves.append(found)
-                _show(["", *report.growth_lines(found)])
+                _show(["", *report.growth_lines(found, says_cliff=not self._args.quick)])
         self._document["works"]["growth"] = [
             {**dataclasses.asdict(point), "is_cliff": point.is_cliff} for points in curves for point in points
         ]
@@ -230,7 +246,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--arrivals", type=int, default=40, help="requests of the work `arrivals` (default: 40)")
     parser.add_argument(
-        "--vs", action="append", default=[], metavar="CMD", help="a peer's script, run in turns; may repeat"
+        "--vs",
+        action="append",
+        default=[],
+        metavar="CMD",
+        help="run this command in turns with the engine; it prints a JSON line with, for each work it ran, "
+        '"single": {"s": seconds, "out_tok_s": rate, "in_tok_s": rate} and so on; may repeat',
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the growth curves (needs matplotlib)")

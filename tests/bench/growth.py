@@ -49,11 +49,9 @@ class Point:
 
 def curves(bench: Bench) -> Iterator[list[Point] | str]:
     """Each curve as it is measured; a text for a point that cannot be, saying why."""
-    info = bench.engine.model_info()
     yield from _curve(bench, f"rows, context {_ROWS_CONTEXT}", [(rows, _ROWS_CONTEXT) for rows in _ROWS])
     for rows in _CONTEXT_ROWS:
-        contexts = [context for context in _CONTEXTS if rows * context <= info.total_kv_blocks * info.kv_block_size]
-        yield from _curve(bench, f"context, {rows} row{'s' * (rows > 1)}", [(rows, context) for context in contexts])
+        yield from _curve(bench, f"context, {rows} row{'s' * (rows > 1)}", [(rows, context) for context in _CONTEXTS])
 
 
 def with_factors(points: list[Point]) -> list[Point]:
@@ -81,6 +79,8 @@ def _point(bench: Bench, probe: Probe, name: str, rows: int, context: int) -> Po
     info = bench.engine.model_info()
     if rows > info.max_running_requests:
         raise CannotRun(f"max_num_seqs is {info.max_running_requests}")
+    if rows * context > info.total_kv_blocks * info.kv_block_size:
+        raise CannotRun(f"the KV pool holds {info.total_kv_blocks * info.kv_block_size} tokens")
     # The first to finish its prompt decodes until the last has: so many steps do not have all rows.
     num_steps = _LEAST_STEPS // (4 if bench.quick else 1)
     num_output = num_steps + -(-rows * context // info.max_batched_tokens) + rows // 8
@@ -100,14 +100,17 @@ def _point(bench: Bench, probe: Probe, name: str, rows: int, context: int) -> Po
         step.seconds / bench.cost.decode_bound_s([mean] * rows, step.gemm_rate, step.read_rate) for step in steps
     ]
     step_s, gemm_rate, read_rate = (
-        statistics.median(getattr(step, name) for step in steps) for name in ("seconds", "gemm_rate", "read_rate")
+        statistics.median(getattr(step, figure) for step in steps) for figure in ("seconds", "gemm_rate", "read_rate")
     )
     return Point(name, rows, mean, step_s, gemm_rate, read_rate, statistics.median(over_limit))
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """`seconds`: since the step before ended. `num_decodes`: of both steps' rows, 0 where either does anything else."""
+    """`seconds`: since the machine was probed after the step before, with that in the caches and nothing of the engine's.
+
+    `num_decodes`: of both steps' rows, 0 where either does anything else.
+    """
 
     num_decodes: int
     seconds: float

@@ -73,7 +73,7 @@ def endless_schema(index: int) -> str:
 def measure(bench: Bench, schemas: Path | None) -> GuidedResult:
     """Measure on the engine of `bench`. Raises CannotRun where it has no guided decoding."""
     if not bench.engine.model_info().generation.guided_decoding.supported:
-        raise CannotRun("this engine has no guided decoding")
+        raise CannotRun("this engine has no guided decoding; install the extra 'guided'")
     compile_s, num_refused = _compile(bench, schemas)
     (base_seconds, base_step_s), (guided_seconds, guided_step_s) = _rates(bench)
     (seconds_off, steps_off), (seconds_on, steps_on) = _jumps(bench)

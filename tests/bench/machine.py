@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import openengine
+from openengine.ops import huge_pages
 
 __all__ = ["Machine", "Probe", "environment", "measure"]
 
@@ -57,7 +58,7 @@ def measure(gemm_dtype: str, *, quick: bool = False) -> Machine:
     for m, n, k in _GEMM_SHAPES[: 1 if quick else None]:
         for multiply in _gemms(gemm_dtype, m, n, k):
             best = max(best, 2.0 * m * n * k / _least_s(multiply, budget))
-    buffer = torch.ones(_READ_BYTES // (64 if quick else 1) // 4)
+    buffer = _ones(_READ_BYTES // (64 if quick else 1))
     read = max(buffer.nbytes / _least_s(reader, budget) for reader in _readers(buffer))
     return Machine(gemm_dtype, best, read)
 
@@ -70,14 +71,15 @@ class Probe:
         budget = 0.0 if quick else 0.1
         self._operations = 2.0 * m * n * k
         self._multiply = min(_gemms(gemm_dtype, m, n, k), key=lambda multiply: _least_s(multiply, budget))
-        self._buffer = torch.ones(_PROBE_BYTES // (16 if quick else 1) // 4)
+        self._buffer = _ones(_PROBE_BYTES // (16 if quick else 1))
+        self._read = min(_readers(self._buffer), key=lambda read: _least_s(read, budget))
 
     def rates(self) -> tuple[float, float]:
         """Operations and bytes per second, each of one pass of some milliseconds."""
         start = time.perf_counter()
         self._multiply()
         middle = time.perf_counter()
-        self._buffer.sum()
+        self._read()
         return self._operations / (middle - start), self._buffer.nbytes / (time.perf_counter() - middle)
 
 
@@ -114,6 +116,11 @@ def _gemms(dtype: str, m: int, n: int, k: int) -> Iterator[Callable[[], Tensor]]
     except (AttributeError, RuntimeError, TypeError):
         return
     yield lambda: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+
+
+def _ones(num_bytes: int) -> Tensor:
+    """Memory f32 of the kind that the engine reads."""
+    return huge_pages.empty(num_bytes).view(torch.float32).fill_(1.0)
 
 
 def _readers(buffer: Tensor) -> Iterator[Callable[[], Tensor]]:

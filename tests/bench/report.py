@@ -74,12 +74,12 @@ def arrivals_lines(result: Arrivals) -> Iterator[str]:
         yield f"  {name:<24}" + "".join(f"{value * 1e3:>10.1f}" for value in values)
 
 
-def growth_lines(points: Sequence[Point]) -> Iterator[str]:
+def growth_lines(points: Sequence[Point], *, says_cliff: bool = True) -> Iterator[str]:
     longest = max(point.step_s for point in points)
     yield f"{points[0].curve:<20}{'rows':>5}{'context':>9}{'step':>12}{'GEMM':>12}{'read':>11}{'over limit':>12}{'factor':>8}"
     for p in points:
         bar = "█" * max(1, round(_BAR * p.step_s / longest))
-        cliff = f"  cliff: over {CLIFF}" if p.is_cliff else ""
+        cliff = f"  cliff: over {CLIFF}" if p.is_cliff and says_cliff else ""
         yield (
             f"{'':<20}{p.rows:>5}{p.context:>9}{p.step_s * 1e3:>9.2f} ms"
             f"{p.gemm_rate / 1e9:>6.0f} Gop/s{p.read_rate / 1e9:>6.1f} GB/s"

@@ -58,6 +58,11 @@ def test_a_bad_value_is_refused_naming_the_field(name, value):
         EngineConfig(**{"model_path": "m", name: value})
 
 
+def test_two_sizes_of_the_kv_pool_are_refused():
+    with pytest.raises(InvalidArgument, match="num_kv_blocks 64 and kv_memory_fraction 0.5 both size the KV pool"):
+        EngineConfig(model_path="m", num_kv_blocks=64, kv_memory_fraction=0.5)
+
+
 def test_more_sequences_than_tokens_in_a_step_are_refused():
     with pytest.raises(InvalidArgument, match=r"max_num_seqs 64 exceeds max_num_batched_tokens 32"):
         EngineConfig("m", max_num_batched_tokens=32)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import re
 import sys
 
 import pytest
@@ -10,6 +11,7 @@ from openengine.errors import InvalidArgument, UnsupportedFeature
 from openengine.ops.attention import select_backend
 from openengine.ops.attention_torch import TorchAttention
 from openengine.ops.kv_cache import KvSpec
+from openengine.ops.native import native_library
 from tests.ops.ragged import Sequences, make_batch
 from tests.reference import naive_attention
 
@@ -175,6 +177,12 @@ def test_torch_is_there_by_name_and_for_what_has_no_other_kernels():
     assert select_backend(CPU, torch.float16, "auto").name == "torch"
     assert select_backend(CPU, torch.float32, "auto", head_dim=72).name == "torch"
     assert select_backend(CPU, torch.float32, "auto", block_size=8).name == "torch"
+
+
+@pytest.mark.skipif(native_library() is None, reason="the native kernels are not built")
+def test_what_auto_cannot_run_natively_is_said(caplog):
+    assert select_backend(CPU, torch.float32, "auto", block_size=8).name == "torch"
+    assert re.search("block_size 8 is not a multiple of 16.*Attention runs in PyTorch", caplog.text)
 
 
 def test_kernels_that_cannot_run_here_are_refused_by_name():

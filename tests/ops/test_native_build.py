@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,25 @@ def test_without_the_library_auto_is_torch_and_native_says_what_to_do(without):
     name, message = out.splitlines()
     assert name == "torch"
     assert re.search(r"not built.*C\+\+17 compiler.*install openengine-inference again.*kernels='torch'", message)
+
+
+def test_the_compiler_that_cxx_names_is_the_only_one_taken_and_no_older_library_stays(tmp_path):
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    (tmp_path / "openengine").mkdir()
+    shutil.copy(ROOT / "openengine" / "__init__.py", tmp_path / "openengine")
+    shutil.copytree(ROOT / "openengine" / "ops" / "csrc", tmp_path / "openengine" / "ops" / "csrc")
+    older = tmp_path / "openengine" / "ops" / f"_native{EXTENSION_SUFFIXES[0]}"
+    older.touch()
+    done = subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
+        check=True,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"CXX": "no-such-compiler -O2"},
+    )
+    assert "CXX names 'no-such-compiler', which is not there" in done.stdout + done.stderr
+    assert not older.exists()
 
 
 def test_source_and_module_name_the_same_interface():

@@ -9,9 +9,9 @@
 //
 // Work is cut into items of up to ROWS rows (a row is one query token and one head): queries of one KV head; or, where
 // there is enough to do, one query of several KV heads, so that memory is read in its own order. Keys are taken in
-// chunks; each chunk has its own softmax, and chunks are merged in order. Which keys make up a chunk depends on their
-// positions alone, so results do not depend on the batch, the threads, how work is cut, or how many queries of the
-// sequence are computed in one step.
+// chunks; each chunk has its own softmax, and chunks are merged in order. Where a chunk ends depends on positions alone,
+// and keys outside a query's window weigh nothing: results do not depend on the batch, the threads, how work is cut, or
+// how many queries of the sequence are computed in one step.
 
 #include "attention_chunk.h"
 
@@ -142,10 +142,10 @@ static Span span_of(const AttentionLayer& layer, const AttentionItem& item) {
 }
 
 // Tiles of the chunk of `span` that begins at `base`. They are numbered as they lie in memory, those of all heads of the
-// item side by side, and every `stride`-th is listed, from `first` on. False if there are none.
+// item side by side; every `stride`-th from `first` on is listed. False if there are none.
 template <class T>
-static bool list(const AttentionLayer& layer, const AttentionItem& item, const Span& span, int base, int first,
-                 int stride, Chunk& chunk) {
+static bool list_tiles(const AttentionLayer& layer, const AttentionItem& item, const Span& span, int base, int first,
+                       int stride, Chunk& chunk) {
     const AttentionStep& step = *layer.step;
     chunk.base = base;
     chunk.count = min_of(chunk_end(base), span.end) - base;
@@ -163,7 +163,7 @@ static bool list(const AttentionLayer& layer, const AttentionItem& item, const S
         head -= item.num_heads, tile++, offset += TILE;
         if (offset == step.block_size) offset = 0, block++;
     }
-    // A longer chunk, beside which this one is fetched, asks for as many tiles as it has itself.
+    // Padding: while a longer chunk is attended, as many tiles as it has are fetched of this one.
     for (; i < CHUNK / TILE; i++) chunk.keys[i] = chunk.keys[i - 1], chunk.values[i] = chunk.values[i - 1];
     return true;
 }
@@ -214,8 +214,8 @@ static void attend_item(const AttentionLayer& layer, int index, int following, c
         const int next_base = is_last ? next_span.begin : chunk_end(base);
         for (int head = 0, fetched = 0; head < item.num_heads; head++) {
             Chunk now, next;
-            list<T>(layer, item, span, base, head, item.num_heads, now);
-            const bool fetches = has_next && list<T>(layer, next_item, next_span, next_base, fetched, 1, next);
+            list_tiles<T>(layer, item, span, base, head, item.num_heads, now);
+            const bool fetches = has_next && list_tiles<T>(layer, next_item, next_span, next_base, fetched, 1, next);
             attend_chunk(workspace_of(head), now, fetches ? &next : nullptr, rows, head_dim, masking);
             fetched += (now.count + TILE - 1) / TILE;
         }
@@ -260,8 +260,9 @@ static void run(Team& team, const AttentionLayer& layer, int* taken) {
     for (int64_t i = team.first(heads); i < team.last(heads); i++)
         write_token<T>(layer, int(i / step.num_kv_heads), int(i % step.num_kv_heads));
     team.wait();
-    const auto take = [taken] { return __atomic_fetch_add(taken, 1, __ATOMIC_RELAXED); };
-    for (int item = take(), next; item < plan.num_items; item = next) {
+    // Each thread has an item of its own first: while one waits for its turn, another takes what it will do next.
+    const auto take = [&team, taken] { return team.threads + __atomic_fetch_add(taken, 1, __ATOMIC_RELAXED); };
+    for (int item = team.thread, next; item < plan.num_items; item = next) {
         next = take();
         attend_item<T>(layer, item, next, scratch, partials);
     }
@@ -273,8 +274,8 @@ static void run(Team& team, const AttentionLayer& layer, int* taken) {
 
 }  // namespace
 
-// Count the work of one step's layers of a window and, where there is room for them, list its items: those that attend
-// wanted tokens. Counted are items of one head; where they are many, fewer are listed.
+// Plan one step's layers of a window. The first call, without room for items, counts those of one head that attend
+// wanted tokens, and decides whether items join heads; the second lists them, fewer where they do.
 OE_EXPORT(attention_plan)(const AttentionStep* batch, AttentionPlan* plan) {
     const AttentionStep& step = *batch;
     const int tokens = tokens_of_items(step);
@@ -289,7 +290,7 @@ OE_EXPORT(attention_plan)(const AttentionStep* batch, AttentionPlan* plan) {
         cost += times * (step.context_lens[seq] - first.begin);
     }
     int num_items = 0, num_merges = 0, num_partials = 0;
-    int64_t wanted = plan->num_wanted;  // of those before `wanted` is the last that no item has passed
+    int64_t wanted = plan->num_wanted;  // items come from the last token to the first: those from here on are passed
     const auto is_wanted = [plan, &wanted](int64_t first, int64_t end) {
         if (plan->num_wanted < 0) return true;
         while (wanted > 0 && plan->wanted[wanted - 1] >= end) wanted--;
@@ -322,7 +323,7 @@ OE_EXPORT(attention_plan)(const AttentionStep* batch, AttentionPlan* plan) {
     if (!plan->items) plan->is_joined = threads == 1 || num_items >= 4 * threads * step.num_kv_heads;
     plan->num_merges = num_merges;
     plan->num_partials = num_partials;
-    plan->is_small = step.num_threads == 1 || cost * group_of(step) * step.head_dim < SMALL;
+    plan->is_small = cost * group_of(step) * step.head_dim < SMALL;
     plan->scratch_bytes = up_to(int(scratch_floats(step) * sizeof(float)), 4096);  // no line is shared by two threads
     plan->partial_bytes = partial_floats(step) * sizeof(float);
 }

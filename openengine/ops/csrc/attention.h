@@ -32,7 +32,7 @@ struct AttentionPlan {
     int64_t num_wanted;     // -1: all
     int32_t window;  // keys that a query sees; 0 for all
     int32_t num_items, num_merges, num_partials, is_small;
-    int32_t is_joined;      // whether an item may have several heads
+    int32_t is_joined;      // whether an item may have several heads: the call that counts says so
     int64_t scratch_bytes;  // per thread
     int64_t partial_bytes;  // of each
     AttentionItem* items;   // null: only count
@@ -51,7 +51,7 @@ struct AttentionLayer {
     float scale, softcap;  // softcap 0: none
 };
 
-// `taken` is zero before the first thread comes: how many items have been taken.
+// `taken` is zero before the first thread comes: how many items have been taken after the first of each thread.
 OE_SHARED(share_attention)(Team& team, const AttentionLayer& layer, int* taken);
 
 #endif

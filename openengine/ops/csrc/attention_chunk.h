@@ -59,8 +59,8 @@ struct Bfloat16 {
 constexpr int LINE = 16;  // units of a line of the cache
 
 // `ahead`, unless null, are SEGMENTS tiles that will be read next. To ask for all of them at once would hold up what
-// follows, so they are fetched as fast as `b` is used, from `offset` on; line by line, for hardware that foresees where
-// such a sequence leads fetches more at a time than it can be asked for.
+// follows, so they are fetched as fast as `b` is used, from `offset` on; line by line, for the hardware foresees where
+// such a sequence leads and then keeps more lines on their way than it can be asked for.
 template <class T, int A_STRIDE, int SEGMENTS, int R, int C>
 OE_INLINE void multiply(vf (&sum)[R][C], const typename T::Factor* a, const uint32_t* const* b,
                         const uint32_t* const* ahead, int offset, int b_stride, int steps) {
@@ -108,13 +108,13 @@ template <class T, int R, int C>
 OE_INLINE void weigh_columns(const typename T::Factor* p, const uint32_t* const* tiles, const uint32_t* const* next,
                              int count, int head_dim, int first, float* out, const float* keep, const float* add) {
     // As many units of the next tiles are fetched as are used: by now `first` columns of all tiles.
-    constexpr int ROWS = TILE / T::PACKED;
-    const int used = first * LANES * ROWS * ((count + TILE - 1) / TILE), tile_units = ROWS * head_dim;
+    constexpr int TILE_ROWS = TILE / T::PACKED;
+    const int used = first * LANES * TILE_ROWS * ((count + TILE - 1) / TILE), tile_units = TILE_ROWS * head_dim;
     int offset = used % tile_units;
     if (next) next += used / tile_units;
     vf sum[R][C] = {};
     int token = 0;
-    for (; token < count; token += TILE, offset += C * LANES * ROWS) {
+    for (; token < count; token += TILE, offset += C * LANES * TILE_ROWS) {
         if (next && offset >= tile_units) next++, offset -= tile_units;
         const uint32_t* columns[C];
         for (int c = 0; c < C; c++) columns[c] = tiles[token / TILE] + (first + c) * LANES;

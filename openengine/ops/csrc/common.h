@@ -19,10 +19,12 @@
 extern "C" int omp_get_thread_num() noexcept;
 extern "C" int omp_get_num_threads() noexcept;
 extern "C" int omp_get_max_threads() noexcept;
+extern "C" int omp_get_num_procs() noexcept;
 #else
 static inline int omp_get_thread_num() { return 0; }
 static inline int omp_get_num_threads() { return 1; }
 static inline int omp_get_max_threads() { return 1; }
+static inline int omp_get_num_procs() { return 1; }
 #endif
 
 // Raise together with INTERFACE in native.py whenever the arguments of any exported function change.

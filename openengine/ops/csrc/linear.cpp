@@ -20,8 +20,9 @@ constexpr int F32_ROWS = 10, BF16_ROWS = 10, INT8_ROWS = 6;
 constexpr int F32_ROWS = 6, BF16_ROWS = 4, INT8_ROWS = 4;
 #endif
 constexpr int MANY_ROWS = 8;  // of each tile where one does not take all: lower ones are faster with weights at hand
-constexpr int WIDE_FROM = 16;  // rows for which a run's weights are widened once instead of by every tile
-constexpr int64_t ROWS_AT_ONCE = PARTS == 1 ? 64 : 32;  // their totals and what a run reads of them stay near
+constexpr int WIDE_FROM = 16;  // rows from which on a run's weights are widened once and not by every tile
+constexpr int LEAST_ROWS = 2 * F32_ROWS > WIDE_FROM ? 2 * F32_ROWS : WIDE_FROM;  // of a block that is one of several
+constexpr int64_t ROWS_AT_ONCE = PARTS == 1 ? 64 : 32;  // whose totals, one for each part, stay close to the core
 constexpr int64_t NEAR = 4096;              // bytes to fetch ahead of a tile that reads weights from memory
 constexpr int64_t BLOCK_BYTES = 1 << 20;    // of activations that stay in the second-level cache beside a panel
 constexpr int64_t SMALL = 65536;            // bytes of weights times rows: below, waking the threads costs more
@@ -45,17 +46,11 @@ OE_INLINE vi multiply_pairs(vi a, vi b) {
 
 constexpr int64_t FLOAT_RUN = 64;  // bounds the rounding errors
 
-// A group of a packed panel is one step, which reads WORDS words of x; NEXT and APART are the bytes from one step's
-// weights to the next and from vector to vector.
+// A step of a tile reads WORDS words of x. Over a packed panel that is a group; NEXT and APART are the bytes from one
+// step's weights to the next and from vector to vector.
 struct Packed {
     static constexpr int STEPS = 1;
     static constexpr int64_t NEXT = ROW, APART = HALF * GROUP;
-};
-
-// One step for each word of a group, over weights that `widen_run` put side by side.
-struct Wide {
-    static constexpr int STEPS = 2, WORDS = 1, MAX_ROWS = F32_ROWS;
-    static constexpr int64_t NEXT = VECS * sizeof(vi), APART = sizeof(vi);
 };
 
 struct F32 : Packed {
@@ -65,55 +60,55 @@ struct F32 : Packed {
     OE_INLINE vf dot(vf acc, const vi (&x)[WORDS], vi w) { return acc + bits_as<vf>(x[0]) * bits_as<vf>(w); }
 };
 
-OE_INLINE vi bf16_word(vi w, int k) { return k == 0 ? w << 16 : w & int32_t(0xffff0000); }
-
-struct WideBf16 : Wide {
-    typedef vf Acc;
-    static constexpr int64_t RUN = FLOAT_RUN;
-    OE_INLINE vi word(vi w, int k) { return bf16_word(w, k); }
-    OE_INLINE vf dot(vf acc, const vi (&x)[WORDS], vi w) { return F32::dot(acc, x, w); }
-};
-
 struct Bf16 : Packed {
-    typedef WideBf16 Widened;
     typedef vf Acc;
     static constexpr int64_t RUN = FLOAT_RUN;
     static constexpr int MAX_ROWS = BF16_ROWS, WORDS = BF16_WORDS;
+    OE_INLINE vi word(vi w, int k) { return k == 0 ? w << 16 : w & int32_t(0xffff0000); }
+    OE_INLINE vf add(vf acc, vi x, vi w) { return acc + bits_as<vf>(x) * bits_as<vf>(w); }
     OE_INLINE vf dot(vf acc, const vi (&x)[WORDS], vi w) {
 #if defined(__AVX512BF16__)
         return bits_as<vf>(_mm512_dpbf16_ps(bits_as<__m512>(acc), bits_as<__m512bh>(x[0]), bits_as<__m512bh>(w)));
 #else
-        acc += bits_as<vf>(x[0]) * bits_as<vf>(bf16_word(w, 0));
-        return acc + bits_as<vf>(x[1]) * bits_as<vf>(bf16_word(w, 1));
+        return add(add(acc, x[0], word(w, 0)), x[1], word(w, 1));
 #endif
     }
 };
 
-OE_INLINE vi int8_word(vi w, int k) {
-    typedef int16_t vs __attribute__((vector_size(4 * OE_LANES)));
-    return bits_as<vi>(k == 0 ? bits_as<vs>(w) << 8 >> 8 : bits_as<vs>(w) >> 8);
-}
-
-struct WideInt8 : Wide {
-    typedef vi Acc;
-    static constexpr int64_t RUN = INT8_RUN / GROUP;
-    OE_INLINE vi word(vi w, int k) { return int8_word(w, k); }
-    OE_INLINE vi dot(vi acc, const vi (&x)[WORDS], vi w) { return acc + multiply_pairs(x[0], w); }
-};
-
 struct Int8 : Packed {  // x unsigned, w signed
-    typedef WideInt8 Widened;
     typedef vi Acc;
     static constexpr int64_t RUN = INT8_RUN / GROUP;
     static constexpr int MAX_ROWS = INT8_ROWS, WORDS = INT8_WORDS;
+    OE_INLINE vi word(vi w, int k) {
+        typedef int16_t pairs __attribute__((vector_size(4 * OE_LANES)));
+        return bits_as<vi>(k == 0 ? bits_as<pairs>(w) << 8 >> 8 : bits_as<pairs>(w) >> 8);
+    }
+    OE_INLINE vi add(vi acc, vi x, vi w) { return acc + multiply_pairs(x, w); }
     OE_INLINE vi dot(vi acc, const vi (&x)[WORDS], vi w) {
 #if defined(__AVX512VNNI__)
         return bits_as<vi>(_mm512_dpbusd_epi32(bits_as<__m512i>(acc), bits_as<__m512i>(x[0]), bits_as<__m512i>(w)));
 #else
-        return acc + multiply_pairs(x[0], int8_word(w, 0)) + multiply_pairs(x[1], int8_word(w, 1));
+        return add(add(acc, x[0], word(w, 0)), x[1], word(w, 1));
 #endif
     }
 };
+
+// As D, over weights that `widen_run` put side by side: a step for each word of a group.
+template <class D>
+struct Wide {
+    typedef typename D::Acc Acc;
+    static constexpr int64_t RUN = D::RUN, NEXT = VECS * sizeof(vi), APART = sizeof(vi);
+    static constexpr int MAX_ROWS = F32_ROWS, WORDS = 1, STEPS = D::WORDS;
+    OE_INLINE vi word(vi w, int k) { return D::word(w, k); }
+    OE_INLINE Acc dot(Acc acc, const vi (&x)[WORDS], vi w) { return D::add(acc, x[0], w); }
+};
+
+// Whether a product of so many rows widens a run's weights once. For fewer this costs more than it saves; where a vector
+// is a half panel it has not been measured.
+template <class D>
+constexpr bool is_widened(int64_t rows) {
+    return D::WORDS > 1 && PARTS > 1 && rows >= WIDE_FROM;
+}
 
 // ---- the product ----
 
@@ -128,6 +123,8 @@ struct Product {
     int32_t y_kind, activation;
     int64_t groups, runs;
 };
+
+OE_INLINE const char* weights_of(const Product& p, int64_t panel) { return p.layer->weights + panel * p.groups * ROW; }
 
 // The totals of a tile, [rows][VECS], as outputs of type T.
 template <class T, int32_t ACTIVATION>
@@ -201,8 +198,8 @@ OE_INLINE Run part_of(const Run& run, int part) {
 }
 
 // What a run adds to `totals`, [ROWS][VECS], of the rows from `row` on. With every step what lies at `ahead` is
-// fetched: into the second-level cache, and all of it, where one tile takes all rows and memory is the limit; else into
-// the first.
+// fetched: into the second-level cache, and all of it, where one tile of whole vectors takes all rows and memory is the
+// limit; else into the first.
 template <class D, int ROWS, bool STREAMED>
 void tile(const Product& p, const Run& run, int64_t row, vf* totals, const char* ahead, int64_t ahead_step) {
     typename D::Acc acc[ROWS][VECS] = {};
@@ -249,30 +246,32 @@ Run widen_run(const Run& run, char* to) {
 }
 
 // `rows` rows of one panel from `row` on, in tiles of nearly equal height. The tiles take one run after the other
-// together, so that its weights come from memory once, and evenly: those of the next are fetched meanwhile.
+// together, so that its weights come from memory once, and evenly: most of the next are fetched meanwhile, and with the
+// last run of the panel those at `after`.
 template <class D>
-void multiply_panel(const Product& p, int64_t panel, int64_t row, int64_t rows) {
+void multiply_panel(const Product& p, int64_t panel, int64_t row, int64_t rows, const char* after) {
     constexpr bool IS_WIDE = D::STEPS > 1;
     const int64_t most = rows <= D::MAX_ROWS || MANY_ROWS > D::MAX_ROWS ? D::MAX_ROWS : MANY_ROWS;
-    const int64_t tiles = (rows + most - 1) / most, step = ROW / (tiles * PARTS * D::STEPS);
+    const int64_t tiles = (rows + most - 1) / most, ahead_step = ROW / (tiles * PARTS * D::STEPS);
     char words[IS_WIDE ? D::RUN * D::STEPS * D::NEXT : 1] __attribute__((aligned(64)));
     vf totals[PARTS][ROWS_AT_ONCE * VECS];
     for (int part = 0; part < PARTS; part++) memset(totals[part], 0, rows * VECS * sizeof(vf));
-    Run run = {p.layer->weights + panel * p.groups * ROW, 0, 0, panel * PANEL};
+    Run run = {weights_of(p, panel), 0, 0, panel * PANEL};
     for (int64_t left = p.groups; left > 0; left -= D::RUN, run.weights += run.groups * ROW, run.index++) {
         run.groups = left < D::RUN ? left : D::RUN;
-        if (!IS_WIDE && PARTS == 1 && tiles == 1) {
-            tile_of<D, true>(p, run, row, rows, totals[0], run.weights + NEAR, ROW);
-            continue;
-        }
-        const char* ahead = run.weights + D::RUN * ROW;
+        if constexpr (PARTS == 1 && !IS_WIDE)
+            if (tiles == 1) {
+                tile_of<D, true>(p, run, row, rows, totals[0], run.weights + NEAR, ROW);
+                continue;
+            }
+        const char* ahead = left > D::RUN ? run.weights + run.groups * ROW : after;
         for (int part = 0; part < PARTS; part++) {
             Run own = part_of(run, part);
             if constexpr (IS_WIDE) own = widen_run<D>(own, words);
-            for (int64_t first = 0, tile = tiles; tile > 0; tile--, ahead += run.groups * D::STEPS * step) {
-                const int64_t height = (rows - first + tile - 1) / tile;
-                tile_of<D, false>(p, own, row + first, height, totals[part] + first * VECS, ahead, step);
-                first += height;
+            for (int64_t first = 0, next, n = tiles; n > 0; n--, first = next) {
+                next = first + (rows - first + n - 1) / n;
+                tile_of<D, false>(p, own, row + first, next - first, totals[part] + first * VECS, ahead, ahead_step);
+                ahead += run.groups * D::STEPS * ahead_step;
             }
         }
     }
@@ -283,21 +282,24 @@ void multiply_panel(const Product& p, int64_t panel, int64_t row, int64_t rows) 
     }
 }
 
-// The calling thread's share of all panels and blocks of rows; neighbours in memory go to one thread.
+// The calling thread's share of all panels and blocks of rows; neighbours in memory go to one thread. Of a block some
+// rows are computed at once.
 template <class D>
 void multiply_share(const Team& team, const Product& p, int64_t rows, int64_t blocks) {
     const int64_t panels = panels_of(*p.layer), units = panels * blocks;
     for (int64_t unit = team.first(units); unit < team.last(units); unit++) {
-        const int64_t block = unit / panels, first = rows * block / blocks, count = rows * (block + 1) / blocks - first;
-        const int64_t parts = (count + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
-        for (int64_t part = 0; part < parts; part++) {
-            const int64_t row = first + count * part / parts, rows = first + count * (part + 1) / parts - row;
-            if constexpr (D::WORDS > 1)
-                if (rows >= WIDE_FROM) {
-                    multiply_panel<typename D::Widened>(p, unit % panels, row, rows);
+        const int64_t block = unit / panels, panel = unit % panels, first = rows * block / blocks;
+        const int64_t in_block = rows * (block + 1) / blocks - first;
+        const int64_t pieces = (in_block + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+        for (int64_t piece = 0; piece < pieces; piece++) {
+            const int64_t row = in_block * piece / pieces, count = in_block * (piece + 1) / pieces - row;
+            const char* after = weights_of(p, panel + (piece + 1 == pieces));
+            if constexpr (is_widened<D>(ROWS_AT_ONCE))
+                if (is_widened<D>(count)) {
+                    multiply_panel<Wide<D>>(p, panel, first + row, count, after);
                     continue;
                 }
-            multiply_panel<D>(p, unit % panels, row, rows);
+            multiply_panel<D>(p, panel, first + row, count, after);
         }
     }
 }
@@ -314,7 +316,7 @@ void multiply_share(const Team& team, const Product& p, int64_t rows, int64_t bl
 int64_t blocks_for(int64_t panels, int64_t rows, int64_t bytes, int64_t threads) {
     int64_t blocks = (bytes + BLOCK_BYTES - 1) / BLOCK_BYTES;
     if (blocks > rows) blocks = rows;
-    while (rows / (blocks + 1) >= 2 * F32_ROWS) {
+    while (rows / (blocks + 1) >= LEAST_ROWS) {
         const int64_t units = panels * blocks, most = (units + threads - 1) / threads;
         if (most * threads * 16 <= units * 17) break;  // threads wait for at most a sixteenth of the work
         blocks++;

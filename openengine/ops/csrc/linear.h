@@ -76,7 +76,7 @@ namespace {
 OE_INLINE bool is_private(const LinearCall& call) { return call.rows * call.layer->inputs < 4096; }
 
 // Words of 32 bits that a product reads of x for a group: the group as it is where one instruction multiplies it, else
-// two, so that nothing is left to widen while products are summed.
+// two, so that nothing of x is left to widen while products are summed.
 #if defined(__AVX512BF16__)
 constexpr int BF16_WORDS = 1;
 #else
@@ -97,9 +97,9 @@ OE_INLINE bool is_copied(const Layer& layer) {
     return layer.kind == INT8 || words_of(layer) == 2 || layer.inputs * item_bytes(layer.kind) % GROUP;
 }
 
-// Of a row of that copy. Whole runs are written; the odd line keeps rows off each other's cache sets.
+// Of a row of that copy. Whole runs are written; an odd number of lines keeps rows off each other's cache sets.
 OE_INLINE int64_t copied_bytes(const Layer& layer) {
-    return padded(groups_of(layer) * GROUP, INT8_RUN) * words_of(layer) + 64;
+    return padded(groups_of(layer) * GROUP, INT8_RUN) * words_of(layer) | 64;
 }
 
 OE_INLINE int64_t scratch_bytes(const LinearCall& call, int threads) {

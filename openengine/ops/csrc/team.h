@@ -19,6 +19,7 @@
 struct Team {
     int thread, threads;
     int* arrived;  // of all waits so far
+    int max_spins;  // before a CPU that somebody else needs is given up
     int waits;
 
     // Return when every thread has come here.
@@ -31,7 +32,7 @@ struct Team {
             _mm_pause();
 #endif
 #if defined(__unix__) || defined(__APPLE__)
-            if (spins > 4096) sched_yield();  // somebody else needs the CPU
+            if (spins >= max_spins) sched_yield();
 #endif
         }
     }
@@ -46,10 +47,11 @@ namespace {
 // Call `work(team)` in every thread of a team.
 template <class Work>
 OE_INLINE void together(int threads, const Work& work) {
+    const int max_spins = threads > omp_get_num_procs() ? 0 : 4096;  // else those that are waited for have no CPU
     int arrived = 0;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        Team team = {omp_get_thread_num(), omp_get_num_threads(), &arrived, 0};
+        Team team = {omp_get_thread_num(), omp_get_num_threads(), &arrived, max_spins, 0};
         work(team);
     }
 }
