@@ -103,6 +103,7 @@ def test_an_unknown_work_is_refused(capsys):
         (["--vs", "no-such-command x"], "--vs 'no-such-command x': there is no such command"),
         (["--works", "single", "--plot", "curves.png"], "--plot draws the work growth, which --works leaves out"),
         (["--json", "no/such/folder/out.json"], "there is no directory no/such/folder"),
+        (["--json", "/"], "/ cannot be written"),
     ],
 )
 def test_what_cannot_be_done_after_measuring_is_refused_before(capsys, arguments, message):

@@ -52,8 +52,8 @@ class EngineConfig:
     step; None is 512, or max_num_seqs if that is more, and 2048 for an encoder, whose items are computed whole.
     max_queued_requests: accepted requests that may wait before `submit` raises Overloaded.
     block_size: tokens per KV block; None asks the backend.  num_kv_blocks: size of the KV pool; None takes
-    kv_memory_fraction of the memory that is free after loading (a quarter on a CPU,
-    and there at most 4 GiB; 0.85 on a GPU), never more than max_num_seqs x max_model_len needs.
+    kv_memory_fraction of the memory that is free after loading (None: a quarter on a CPU, and there at most 4 GiB; 0.85
+    on a GPU), never more than max_num_seqs x max_model_len needs.
     event_buffer_size: batches of KV events kept for replay and slow subscribers; 0 switches KV events off.
     kernels: "auto", "native", "torch" or "flash".
     default_sampling: used for what a request leaves open.  generation_config: whether the

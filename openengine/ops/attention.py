@@ -23,7 +23,7 @@ from openengine.ops.native import native_library
 
 __all__ = ["AttentionBackend", "select_backend"]
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("openengine")
 _KERNELS = ("auto", "native", "torch", "flash")
 
 

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import importlib.util
 import json
+import os
 import shlex
 import shutil
 import sys
@@ -50,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for path in (args.json, args.plot):
         if path is not None and not path.parent.is_dir():
             parser.error(f"{path}: there is no directory {path.parent}")
+        if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
+            parser.error(f"{path} cannot be written")
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     args.model = args.model or str(demo_model())

@@ -26,17 +26,22 @@ def run(code: str, cwd: Path = ROOT) -> str:
     return done.stdout
 
 
+def build(folder: Path, **environment: str) -> str:
+    """What the build of the library in `folder` says."""
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    environment = {name: value for name, value in os.environ.items() if name != "CXX"} | environment
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=folder, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
 @pytest.fixture(scope="module")
 def without(tmp_path_factory) -> Path:
     """A copy of the package in which no library was built, and what the build said."""
     copy = tmp_path_factory.mktemp("without")
     shutil.copytree(ROOT / "openengine", copy / "openengine", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     shutil.copy(ROOT / "setup.py", copy)
-    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
-    environment = os.environ | {"PATH": str(copy), "CXX": "no-such-compiler"}
-    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=copy, env=environment)
-    assert done.returncode == 0, done.stderr
-    (copy / "said").write_text(done.stdout + done.stderr)
+    (copy / "said").write_text(build(copy, PATH=str(copy)))
     return copy
 
 
@@ -72,15 +77,7 @@ def test_the_compiler_that_cxx_names_is_the_only_one_taken_and_no_older_library_
     shutil.copytree(ROOT / "openengine" / "ops" / "csrc", tmp_path / "openengine" / "ops" / "csrc")
     older = tmp_path / "openengine" / "ops" / f"_native{EXTENSION_SUFFIXES[0]}"
     older.touch()
-    done = subprocess.run(
-        [sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
-        check=True,
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=os.environ | {"CXX": "no-such-compiler -O2"},
-    )
-    assert "CXX names 'no-such-compiler', which is not there" in done.stdout + done.stderr
+    assert "CXX names 'no-such-compiler', which is not there" in build(tmp_path, CXX="no-such-compiler -O2")
     assert not older.exists()
 
 

@@ -260,7 +260,7 @@ static void run(Team& team, const AttentionLayer& layer, int* taken) {
     for (int64_t i = team.first(heads); i < team.last(heads); i++)
         write_token<T>(layer, int(i / step.num_kv_heads), int(i % step.num_kv_heads));
     team.wait();
-    // Each thread has an item of its own first: while one waits for its turn, another takes what it will do next.
+    // The first item of each thread is its own: the first to come would else take what it does next before the others.
     const auto take = [&team, taken] { return team.threads + __atomic_fetch_add(taken, 1, __ATOMIC_RELAXED); };
     for (int item = team.thread, next; item < plan.num_items; item = next) {
         next = take();

@@ -20,8 +20,8 @@ constexpr int F32_ROWS = 10, BF16_ROWS = 10, INT8_ROWS = 6;
 constexpr int F32_ROWS = 6, BF16_ROWS = 4, INT8_ROWS = 4;
 #endif
 constexpr int MANY_ROWS = 8;  // of each tile where one does not take all: lower ones are faster with weights at hand
-constexpr int WIDE_FROM = 16;  // rows from which on a run's weights are widened once and not by every tile
-constexpr int LEAST_ROWS = 2 * F32_ROWS > WIDE_FROM ? 2 * F32_ROWS : WIDE_FROM;  // of a block that is one of several
+constexpr int WIDE_FROM = 16;  // rows from which on a run's weights are widened once: for fewer, each tile does it
+constexpr int LEAST_ROWS = 2 * F32_ROWS > WIDE_FROM ? 2 * F32_ROWS : WIDE_FROM;  // of one of several blocks
 constexpr int64_t ROWS_AT_ONCE = PARTS == 1 ? 64 : 32;  // whose totals, one for each part, stay close to the core
 constexpr int64_t NEAR = 4096;              // bytes to fetch ahead of a tile that reads weights from memory
 constexpr int64_t BLOCK_BYTES = 1 << 20;    // of activations that stay in the second-level cache beside a panel
@@ -103,12 +103,9 @@ struct Wide {
     OE_INLINE Acc dot(Acc acc, const vi (&x)[WORDS], vi w) { return D::add(acc, x[0], w); }
 };
 
-// Whether a product of so many rows widens a run's weights once. For fewer this costs more than it saves; where a vector
-// is a half panel it has not been measured.
+// Whether many rows widen a run's weights once. Where a vector is a half panel this has not been measured.
 template <class D>
-constexpr bool is_widened(int64_t rows) {
-    return D::WORDS > 1 && PARTS > 1 && rows >= WIDE_FROM;
-}
+constexpr bool IS_WIDENED = D::WORDS > 1 && PARTS > 1;
 
 // ---- the product ----
 
@@ -198,7 +195,7 @@ OE_INLINE Run part_of(const Run& run, int part) {
 }
 
 // What a run adds to `totals`, [ROWS][VECS], of the rows from `row` on. With every step what lies at `ahead` is
-// fetched: into the second-level cache, and all of it, where one tile of whole vectors takes all rows and memory is the
+// fetched: into the second-level cache, and all of it, where one tile takes all rows and outputs and memory is the
 // limit; else into the first.
 template <class D, int ROWS, bool STREAMED>
 void tile(const Product& p, const Run& run, int64_t row, vf* totals, const char* ahead, int64_t ahead_step) {
@@ -294,8 +291,8 @@ void multiply_share(const Team& team, const Product& p, int64_t rows, int64_t bl
         for (int64_t piece = 0; piece < pieces; piece++) {
             const int64_t row = in_block * piece / pieces, count = in_block * (piece + 1) / pieces - row;
             const char* after = weights_of(p, panel + (piece + 1 == pieces));
-            if constexpr (is_widened<D>(ROWS_AT_ONCE))
-                if (is_widened<D>(count)) {
+            if constexpr (IS_WIDENED<D>)
+                if (count >= WIDE_FROM) {
                     multiply_panel<Wide<D>>(p, panel, first + row, count, after);
                     continue;
                 }
