@@ -54,7 +54,7 @@ class Discovery:
         tasks: TaskCapabilities | None,
         kv_log: EventLog | None,
     ) -> None:
-        self.info = _engine_info(loaded, instance_id)
+        self.info = _engine_info(config, loaded, instance_id)
         self._model_info = _model_info(config, loaded, limits, generation, tasks)
         self._names = limits.model_names
         self._kv_log = kv_log
@@ -121,7 +121,7 @@ def generation_capabilities(
     )
 
 
-def _engine_info(loaded: LoadedModel, instance_id: str) -> EngineInfo:
+def _engine_info(config: EngineConfig, loaded: LoadedModel, instance_id: str) -> EngineInfo:
     return EngineInfo(
         engine_name="openengine",
         engine_version=__version__,
@@ -139,7 +139,7 @@ def _engine_info(loaded: LoadedModel, instance_id: str) -> EngineInfo:
         minimum_client_revision=1,
         schema_release=_SCHEMA_RELEASE,
         kv_connector=KvConnectorInfo(enabled=False),
-        attributes=attributes(loaded),
+        attributes=attributes(config, loaded),
     )
 
 

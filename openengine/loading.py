@@ -123,11 +123,13 @@ def _check_encoder_options(config: EngineConfig, longest: int) -> None:
         )
 
 
-def attributes(loaded: LoadedModel) -> dict[str, Any]:
+def attributes(config: EngineConfig, loaded: LoadedModel) -> dict[str, Any]:
+    """What `EngineInfo.attributes` says of a loaded model, beside what the contract has fields for."""
     pool = loaded.pool
     facts = {
         "architecture": loaded.model.config.architecture,
         "device": str(loaded.device),
+        "num_threads": config.num_threads or torch.get_num_threads(),
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "kernels": loaded.backend.name,
         "matrix_kernels": loaded.model.matrix_kernels,

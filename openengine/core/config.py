@@ -108,6 +108,8 @@ class EngineConfig:
             _check_name("aliases", alias)
         if not _DEVICE.fullmatch(self.device):
             raise InvalidArgument(f"device {self.device!r:.80} is unknown; use 'auto', 'cpu', 'cuda' or 'cuda:N'")
+        if self.dtype == "int8":
+            raise InvalidArgument("dtype 'int8' is no dtype to compute in; use quantization='int8', and dtype for the rest")
         _check_choice("dtype", self.dtype, _DTYPES)
         _check_choice("kernels", self.kernels, _KERNELS)
         _check_choice("role", self.role, tuple(EngineRole))

@@ -38,7 +38,7 @@ class FlashAttention:
     def __init__(self, dtype: torch.dtype) -> None:
         if dtype not in _DTYPES:
             raise UnsupportedFeature(
-                f"flash-attn computes in float16 or bfloat16, not {dtype}; "
+                f"flash-attn computes in float16 or bfloat16, not {str(dtype).removeprefix('torch.')}; "
                 "set dtype='bfloat16', or kernels='torch' to keep the dtype"
             )
         try:

@@ -50,7 +50,8 @@ class NativeEncoderAttention:
         if library is None:
             raise UnsupportedFeature(f"{native_absence()}, or use kernels='torch'")
         if dtype not in _DTYPES:
-            raise UnsupportedFeature(f"the native kernels take float32 and bfloat16, not {dtype}; use kernels='torch'")
+            refused = str(dtype).removeprefix("torch.")
+            raise UnsupportedFeature(f"the native kernels take float32 and bfloat16, not {refused}; use kernels='torch'")
         self.name = f"native {level or library.levels[-1]}"
         self._plan = library.function("encoder_attention_plan", c_void_p, level=level)
         self._attend = library.function("encoder_attention", c_void_p, level=level)

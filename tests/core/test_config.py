@@ -58,6 +58,11 @@ def test_a_bad_value_is_refused_naming_the_field(name, value):
         EngineConfig(**{"model_path": "m", name: value})
 
 
+def test_int8_taken_for_a_dtype_names_the_option_it_is():
+    with pytest.raises(InvalidArgument, match="quantization='int8'"):
+        EngineConfig(model_path="m", dtype="int8")
+
+
 def test_two_sizes_of_the_kv_pool_are_refused():
     with pytest.raises(InvalidArgument, match="num_kv_blocks 64 and kv_memory_fraction 0.5 both size the KV pool"):
         EngineConfig(model_path="m", num_kv_blocks=64, kv_memory_fraction=0.5)

@@ -232,7 +232,8 @@ def test_discovery_health_and_load_make_sense_for_every_kind(models, kind):
     is_encoder = kind not in ("causal", "decoder_embedding")
     assert (info.kv_block_size is None) == (info.total_kv_blocks is None) == is_encoder
     assert info.max_context_length == (130 if is_encoder and kind not in ("tagger",) else info.max_context_length)
-    assert engine.info().attributes["architecture"] and repr(engine)
+    facts = engine.info().attributes
+    assert facts["architecture"] and facts["num_threads"] == 1 and repr(engine), "as the models here are loaded"
     load = engine.load_info(include_per_rank=True)
     assert load.total_kv_blocks == load.ranks[0].total_kv_blocks == info.total_kv_blocks
     assert {load.used_kv_blocks, load.ranks[0].used_kv_blocks, load.running_tokens} == {None if is_encoder else 0}
