@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
@@ -57,13 +58,14 @@ EXTRAS["all"] = sorted({need for extra, needs in EXTRAS.items() if extra not in 
 # Every kernel file is compiled once per level; which one runs is decided on the machine that runs it (ops/native.py).
 LEVELS = {"generic": []}
 if platform.machine().lower() in ("x86_64", "amd64"):
-    LEVELS["avx2"] = ["-mavx2", "-mfma", "-mf16c"]
+    LEVELS["avx2"] = ["-mavx2", "-mfma"]
     LEVELS["avx512"] = [*LEVELS["avx2"], *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl"))]
     LEVELS["avx512_bf16"] = [*LEVELS["avx512"], "-mavx512vnni", "-mavx512bf16"]
 ONCE = "cpu.cpp"  # compiled for any CPU, and not per level
 CSRC = Path("openengine", "ops", "csrc")
-OPTIONS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-w"]
+OPTIONS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"]
 OPTIONS += ["-fno-math-errno", "-fno-trapping-math"]
+OPTIONS += ["-w"]  # what is told of a build is why it failed; below AVX-512 GCC warns of every vector that is passed
 
 
 class BuildNative(build_ext):
@@ -72,9 +74,19 @@ class BuildNative(build_ext):
     def run(self):
         if self.inplace:  # a library of older sources may be wrong, so it goes even if none is built after it
             for ext in self.extensions:
-                *package, name = ext.name.split(".")
-                Path(ROOT, *package, self.get_ext_filename(name)).unlink(missing_ok=True)
+                self.in_place(ext).unlink(missing_ok=True)
         super().run()
+
+    def copy_extensions_to_source(self):
+        for ext in self.extensions:
+            built = Path(self.build_lib, self.get_ext_filename(ext.name))
+            if built.exists():
+                with whole(self.in_place(ext)) as copy:
+                    shutil.copyfile(built, copy)
+
+    def in_place(self, ext):
+        *package, name = ext.name.split(".")
+        return Path(ROOT, *package, self.get_ext_filename(name))
 
     def build_extension(self, ext):
         Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)
@@ -83,7 +95,7 @@ class BuildNative(build_ext):
         except CompileError as exc:
             self.warn(
                 f"openengine is built WITHOUT its native kernels ({exc}): it will run in plain PyTorch, several times "
-                "slower. For them, install a C++17 compiler (GCC 9+ or Clang 12+) and install openengine again"
+                "slower. For them, install GCC 9 or newer and install openengine-inference again"
             )
 
     def build_library(self, ext):
@@ -91,34 +103,55 @@ class BuildNative(build_ext):
         options, is_gcc = OPTIONS, "clang" not in run(*compiler, "--version")
         if is_gcc:
             # Compiled for OpenMP but linked to no runtime: the library is to use the one that PyTorch has loaded,
-            # which serves GCC's calls and not those of Clang. Built by Clang it runs on one thread.
+            # which serves GCC's calls and not those of Clang.
             options = [*options, "-fopenmp"]
+        else:
+            self.warn("openengine's native kernels are built by Clang: they run on one thread. GCC makes them use all")
 
         def compile_for(job):
             source, level = job
             target = Path(self.build_temp, f"{Path(source).stem}_{level}.o")
             flags = [*options, *LEVELS[level], f"-DOE_LEVEL={level}"] if level else options
-            try:
-                run(*compiler, *flags, "-c", source, "-o", str(target))
-            except CompileError:
-                if level in (None, "generic"):
-                    raise
-                return None  # a compiler too old for this level: leave all of it out
+            run(*compiler, *flags, "-c", source, "-o", str(target))
             return str(target)
 
-        jobs = [(source, None) for source in ext.sources if Path(source).name == ONCE]
-        jobs += [(source, level) for source in ext.sources if Path(source).name != ONCE for level in LEVELS]
         Path(self.build_temp).mkdir(parents=True, exist_ok=True)
+        levels = [level for level in LEVELS if level == "generic" or self.compiles_for(compiler, level)]
+        jobs = [(source, None) for source in ext.sources if Path(source).name == ONCE]
+        jobs += [(source, level) for source in ext.sources if Path(source).name != ONCE for level in levels]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            objects = dict(zip(jobs, pool.map(compile_for, jobs)))
-        left_out = {level for (_, level), target in objects.items() if target is None}
-        objects = [target for (_, level), target in objects.items() if level not in left_out]
+            objects = list(pool.map(compile_for, jobs))
+        undefined = ["-undefined", "dynamic_lookup"] if platform.system() == "Darwin" else []
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
-        undefined = ["-undefined", "dynamic_lookup"] if platform.system() == "Darwin" else []
-        linked = target.with_name(f"{target.name}.part")  # a library cut short would kill who opens it
-        run(*compiler, "-shared", *undefined, *objects, "-o", str(linked))
-        linked.replace(target)
+        with whole(target) as linked:
+            run(*compiler, "-shared", *undefined, *objects, "-o", str(linked))
+
+    def compiles_for(self, compiler, level):
+        """Whether the compiler knows the instructions of a level, asked with an empty file: a real one may fail otherwise."""
+        empty = Path(self.build_temp, "empty.cpp")
+        empty.touch()
+        try:
+            run(*compiler, *LEVELS[level], "-c", str(empty), "-o", f"{empty}_{level}.o")
+        except CompileError as exc:
+            self.warn(
+                f"openengine's native kernels are built without those for {level}, which the compiler refuses: {exc}"
+            )
+            return False
+        return True
+
+
+@contextmanager
+def whole(target):
+    """A path to write what becomes `target` when it is whole: a library cut short kills the process that opens it."""
+    part = target.with_name(f"{target.name}.part")
+    try:
+        yield part
+        part.replace(target)
+    except FileNotFoundError as exc:
+        raise CompileError(f"the compiler succeeded without writing {part.name}") from exc
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def find_compiler():
@@ -132,9 +165,13 @@ def find_compiler():
 
 
 def run(*command):
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    try:
+        done = subprocess.run(command, check=False, capture_output=True, encoding="utf-8", errors="replace")
+    except OSError as exc:
+        raise CompileError(f"{command[0]} cannot be run: {exc}") from exc
     if done.returncode:
-        raise CompileError(f"{' '.join(command)}: {done.stderr or done.stdout}")
+        said = (done.stderr or done.stdout).strip() or f"it failed with {done.returncode} and said nothing"
+        raise CompileError(f"{' '.join(command)}: {said}")
     return done.stdout
 
 

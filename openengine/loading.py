@@ -5,6 +5,7 @@ Weights and tokenizer are read in the caller's thread, the digest of the files i
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ import torch
 
 from openengine.core.config import EngineConfig
 from openengine.core.loader import Checkpoint, load_model, open_checkpoint
-from openengine.core.memory import one_openmp_thread
+from openengine.core.memory import one_openmp_thread, usable_cpus
 from openengine.core.models import Model
 from openengine.core.runner import KvPoolSize, size_kv_pool
 from openengine.core.task_profile import TaskProfile, read_task_profile
@@ -28,6 +29,8 @@ from openengine.ops.linear import preferred_dtype
 from openengine.progress import check_progress, progress_bar
 
 __all__ = ["LoadedModel", "attributes", "load", "start_line"]
+
+_log = logging.getLogger("openengine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,7 @@ def load(config: EngineConfig, progress: bool | None) -> LoadedModel:
     """Read a checkpoint; tokenizer and digest are computed beside the weights."""
     check_progress(progress)
     started = time.monotonic()
+    _check_threads(config.num_threads)
     checkpoint = open_checkpoint(config.model_path, progress=bool(progress))
     device = _device(config.device)
     dtype = _dtype(config.dtype, device)
@@ -91,6 +95,10 @@ def load(config: EngineConfig, progress: bool | None) -> LoadedModel:
             as_embedder=profile.head_kind != model_config.head_kind,
             progress=bar,
         )
+    if model.quantization == "int8" and "native" not in model.matrix_kernels:
+        _log.warning(
+            "int8 runs without native kernels here, slower than no quantization; leave quantization out for speed"
+        )
     tokenizer = checkpoint.load_tokenizer()
     longest = model_config.max_position_embeddings
     pool = None if spec is None else size_kv_pool(config, spec, longest, backend.block_size)
@@ -111,6 +119,14 @@ def load(config: EngineConfig, progress: bool | None) -> LoadedModel:
         dtype=dtype,
         max_len=min(wanted, longest) if pool is None else min(wanted, pool.max_model_len),
     )
+
+
+def _check_threads(num_threads: int | None) -> None:
+    """More threads than CPUs wait for each other, and a pool that the system refuses would end the process."""
+    if num_threads is not None and num_threads > usable_cpus():
+        raise InvalidArgument(
+            f"num_threads {num_threads} exceeds the {usable_cpus()} CPUs that this process may use; lower it or leave it out"
+        )
 
 
 def _check_encoder_options(config: EngineConfig, longest: int) -> None:

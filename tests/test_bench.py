@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from openengine import Engine
-from tests.bench import workload
+from tests.bench import embed, processes, profile, quality, workload
 from tests.bench.__main__ import WORKS, main
 from tests.bench.cost import ModelCost
 from tests.bench.growth import Point, with_factors
 from tests.bench.guided import GuidedResult, guided_lines
-from tests.bench.machine import Machine
+from tests.bench.machine import Machine, num_cpus
 from tests.bench.probe import PHASES, model_cost
 from tests.bench.processes import PeerFailed, ratios, run_peer
 from tests.bench.profile import NativeWatch, profile_steps
@@ -70,6 +70,7 @@ def test_the_document_says_what_the_figures_depend_on(document):
 def test_growth_measures_concurrency_and_context(document):
     points = document["works"]["growth"]
     assert {point["rows"] for point in points if point["curve"].startswith("rows")} >= {1, 8}
+    assert points[0]["curve"] == "rows, context 32"  # of a quick run
     assert all(point["step_s"] > 0 and point["factor"] >= 1 for point in points)
 
 
@@ -95,6 +96,47 @@ def test_an_unknown_work_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["--works", "sinlge"])
     assert "unknown works sinlge" in capsys.readouterr().err
+
+
+def test_what_failed_is_told_with_every_reason_and_the_rest_is_kept(checkpoint, tmp_path, monkeypatch):
+    (tmp_path / "fails").mkdir()
+    monkeypatch.setattr(processes, "_ROOT", tmp_path / "fails")  # where a fresh process finds no benchmark
+    peer = f"{shlex.quote(sys.executable)} -c pass"
+    arguments = ["--quick", "--repeat", "1", "--works", "single,growth,load,memory", "--vs", peer]
+    assert main(["--model", str(checkpoint), "--json", str(tmp_path / "out.json"), *arguments]) == 1
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert {"single", "growth"} == set(found["works"]) and not found["peers"]
+    assert {"load", "memory", peer} <= set(found["skipped"])
+    assert all(reasons and isinstance(reasons, list) for reasons in found["skipped"].values())
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "message"),
+    [
+        (main, ["--threads", "0"], f"must be from 1 to {num_cpus()}, the CPUs of this process, not 0"),
+        (main, ["--threads", str(num_cpus() + 1)], "the CPUs of this process"),
+        (profile.main, ["--threads", "0"], "the CPUs of this process"),
+        (embed.main, ["model", "--threads", "0"], "the CPUs of this process"),
+        *((main, ["--rate", rate], "must be from 0.001 to 1000 per second") for rate in ("0", "nan", "inf", "1e-300")),
+        (main, ["--works", "single,load,single"], "works named twice: single"),
+        (main, ["--repeat", "0"], "must be at least 1, not 0"),
+        (profile.main, ["--rows", "4", "0"], "must be at least 1, not 0"),
+        (profile.main, ["--ops", "-1"], "must be at least 0, not -1"),
+        (embed.main, ["model", "--rounds", "0"], "must be at least 1, not 0"),
+    ],
+)
+def test_an_argument_out_of_range_is_refused_before_anything_runs(capsys, monkeypatch, command, arguments, message):
+    monkeypatch.setattr("torch.set_num_threads", lambda _count: pytest.fail("set"))
+    with pytest.raises(SystemExit) as refused:
+        command(arguments)
+    assert refused.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_quality_is_shown_under_the_names_of_the_readme(checkpoint, capsys):
+    quality.main([str(checkpoint), "--max-tokens", "16"])
+    _model, names, *rows = capsys.readouterr().out.splitlines()
+    assert names.split("  ")[-1] == "same most likely token" and names.split()[:3] == ["perplexity", "mean", "KL"]
+    assert [row[:28].strip() for row in rows] == list(quality.VARIANTS)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +197,8 @@ def test_arrivals_come_at_their_rate():
 
 
 def test_percentiles_are_values_that_occurred():
-    assert percentiles([None, *range(1, 101)]) == (51, 91, 100)
+    assert percentiles([None, *range(1, 101)]) == (50, 90, 99)
+    assert percentiles(range(1, 11)) == (5, 9, 10)
     assert percentiles([3.0]) == (3.0, 3.0, 3.0)
 
 

@@ -20,7 +20,7 @@ _KERNELS = ("auto", "native", "torch", "flash")
 _LEAST = {"event_buffer_size": 0, "max_model_len": 2}  # a prompt and its output; all others from 1 on
 _REQUIRED = ("event_buffer_size", "max_num_seqs", "max_queued_requests", "tensor_parallel_size", "guide_max_bytes")
 _MAX_GUIDE_TIMEOUT_S = 3600
-# Far above any use, and low enough that no table or thread pool of that size brings the process down.
+# Far above any use, and low enough that no table of that size brings the process down.
 _LIMITS = {
     "max_num_seqs": 1 << 16,
     "max_num_batched_tokens": 1 << 24,
@@ -46,7 +46,8 @@ class EngineConfig:
     quantization: "int8" multiplies in 8-bit integers on a CPU, weights and activations; None as `dtype` says.
     device: "auto", "cpu", "cuda" or "cuda:N".
     seed: makes requests without a seed reproducible in order of arrival; None draws fresh entropy.
-    num_threads: intra-op threads of the engine's own thread; None leaves torch's setting alone.
+    num_threads: intra-op threads of the engine's own thread, at most as many as there are CPUs for this process; None
+    leaves torch's setting alone.
     max_model_len: longest prompt + output, in tokens; None is the least of model and KV pool.
     max_num_seqs: sequences that run at once, of a model with a KV cache.  max_num_batched_tokens: tokens computed per
     step; None is 512, or max_num_seqs if that is more, and 2048 for an encoder, whose items are computed whole.
@@ -109,7 +110,9 @@ class EngineConfig:
         if not _DEVICE.fullmatch(self.device):
             raise InvalidArgument(f"device {self.device!r:.80} is unknown; use 'auto', 'cpu', 'cuda' or 'cuda:N'")
         if self.dtype == "int8":
-            raise InvalidArgument("dtype 'int8' is no dtype to compute in; use quantization='int8', and dtype for the rest")
+            raise InvalidArgument(
+                "dtype 'int8' is no dtype to compute in; use quantization='int8', and dtype for the rest"
+            )
         _check_choice("dtype", self.dtype, _DTYPES)
         _check_choice("kernels", self.kernels, _KERNELS)
         _check_choice("role", self.role, tuple(EngineRole))

@@ -1,4 +1,4 @@
-"""What the process shares with its machine: memory that is left, memory given back, OpenMP's workers."""
+"""What the process shares with its machine: memory that is left, memory given back, CPUs, OpenMP's workers."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import ctypes
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-__all__ = ["available_bytes", "one_openmp_thread", "trim_allocator"]
+__all__ = ["available_bytes", "one_openmp_thread", "trim_allocator", "usable_cpus"]
 
 
 def available_bytes(device: torch.device) -> int:
-    """Bytes that can be allocated on `device` now: free memory, within the control group's limit if there is one."""
+    """Bytes that can be allocated on `device` now: free memory, within the limits of control groups and `ulimit -v`."""
     if device.type == "cuda":
         free, _total = torch.cuda.mem_get_info(device)
         return free
-    limits = [value for value in (_meminfo_available(), _cgroup_available()) if value is not None]
+    found = _meminfo_available(), _cgroup_available(), _address_space_available()
+    limits = [value for value in found if value is not None]
     if limits:
         return min(limits)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
@@ -34,18 +36,63 @@ def _meminfo_available() -> int | None:
     return None
 
 
+def _address_space_available() -> int | None:
+    """What `ulimit -v` leaves."""
+    try:
+        import resource
+
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    except (ImportError, OSError):
+        return None
+    return None if limit == resource.RLIM_INFINITY else max(0, limit - used)
+
+
+@dataclass(frozen=True, slots=True)
+class _Hierarchy:
+    """Where a version of control groups has its folders, and its names for a limit, use, and file pages not in use."""
+
+    root: Path
+    limit: str
+    used: str
+    cached: str
+
+    def available(self, group: str) -> Iterator[int]:
+        """What `group` and each group around it leave. Those that a container does not show are passed over."""
+        inside = Path("/", group).relative_to("/")
+        for folder in (self.root / part for part in (inside, *inside.parents)):
+            try:
+                limit = int((folder / self.limit).read_text())  # "max" where there is none
+                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                # Cached file pages, such as those of weights just read, are given up when memory is needed.
+                yield max(0, limit - int((folder / self.used).read_text()) + int(stat.get(self.cached, 0)))
+            except (OSError, ValueError):
+                continue
+
+
+_CGROUP_V1 = _Hierarchy(
+    Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+)
+_CGROUP_V2 = _Hierarchy(Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file")
+
+
 def _cgroup_available() -> int | None:
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        if limit == "max":
-            return None
-        root = Path("/sys/fs/cgroup")
-        used = int((root / "memory.current").read_text())
-        stat = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
-        # Cached file pages, such as those of weights just read, are given up when memory is needed.
-        return max(0, int(limit) - used + int(stat.get("inactive_file", 0)))
-    except (OSError, ValueError):
-        return None  # no control group v2
+        groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    except OSError:
+        return None
+    found = []
+    for _number, controllers, group in groups:
+        if not controllers:
+            found += _CGROUP_V2.available(group)
+        elif "memory" in controllers.split(","):
+            found += _CGROUP_V1.available(group)
+    return min(found, default=None)
+
+
+def usable_cpus() -> int:
+    """CPUs that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def trim_allocator() -> None:

@@ -222,7 +222,7 @@ def _allocate(backend: AttentionBackend, spec: KvSpec, pool: KvPoolSize) -> KvCa
         size = KvCache.bytes_per_block(spec, pool.block_size) * pool.num_blocks
         raise InvalidArgument(
             f"the KV pool of {pool.num_blocks} blocks takes {size} bytes, which cannot be allocated on {spec.device}; "
-            "lower num_kv_blocks, or leave it out to use what is free"
+            "make it smaller by num_kv_blocks or kv_memory_fraction"
         ) from exc
 
 

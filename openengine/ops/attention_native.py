@@ -115,7 +115,9 @@ class NativeAttention:
             raise UnsupportedFeature(f"{native_absence()}, or use kernels='torch'")
         if dtype not in _DTYPES:
             refused = str(dtype).removeprefix("torch.")
-            raise UnsupportedFeature(f"the native kernels take float32 and bfloat16, not {refused}; use kernels='torch'")
+            raise UnsupportedFeature(
+                f"the native kernels take float32 and bfloat16, not {refused}; use kernels='torch'"
+            )
         self.name = f"native {level or library.levels[-1]}"
         self._plan = library.function("attention_plan", level=level)
         self._attend = library.function("attention", level=level)

@@ -25,7 +25,9 @@ __all__ = ["NO_ACTIVATION", "NativeWeights"]
 _PANEL, _GROUP_BYTES = 32, 4  # as csrc/linear.h has them
 NO_ACTIVATION = -1
 _CONVERTED = 1 << 20  # elements that are converted at once
-_memory = HugePages()  # of all weights: one after another, as a step reads them
+# Of all weights, one after another, as a step reads them. The region in which one engine's end and another's begin is
+# given back with the last of them.
+_memory = HugePages()
 
 _pointer, _i64, _i32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
@@ -146,6 +148,9 @@ class NativeWeights:
             x = x.contiguous()
         num_rows = x.shape[0]
         num_columns = self.out_features if activation is None or not self.gated else self.out_features // 2
+        if out is not None:
+            assert out.dtype == dtype and out.is_contiguous(), "out must be contiguous and of dtype"
+            assert out.shape[0] >= num_rows and out.shape[1] == num_columns, "out must have room for [T, out]"
         y = torch.empty(num_rows, num_columns, dtype=dtype) if out is None else out[:num_rows]
         self._functions[0](
             self.address,
@@ -161,7 +166,8 @@ class NativeWeights:
         return y
 
     def rows(self, ids: Tensor) -> Tensor:
-        """The weight's rows `ids` i64[n] as [n, in] in `dtype`."""
+        """The weight's rows `ids` i64[n], each from 0 to out_features - 1, as [n, in] in `dtype`."""
+        assert ids.dtype == torch.int64, "ids must be i64"
         ids = ids.contiguous()
         out = torch.empty(ids.shape[0], self.in_features, dtype=self.dtype)
         row_bytes = self.in_features * out.itemsize
@@ -177,9 +183,11 @@ class NativeWeights:
 
 @cache
 def _bind(library: NativeLibrary, level: str | None) -> tuple[Callable[..., None], ...]:
+    product = _pointer, _pointer, _i64, _i32, _pointer, _i64, _i32, _i64, _i32
+    quantize = _pointer, _pointer, _i64, _i32, _i64, _i64
     return (
-        library.function("linear", _pointer, _pointer, _i64, _i32, _pointer, _i64, _i32, _i64, _i32, level=level),
+        library.function("linear", *product, level=level, allocates=True),
         library.function("linear_pack", _pointer, _pointer, _i64, _i64, _i64, level=level),
-        library.function("linear_quantize", _pointer, _pointer, _i64, _i32, _i64, _i64, level=level),
+        library.function("linear_quantize", *quantize, level=level, allocates=True),
         library.function("linear_rows", _pointer, _pointer, _i64, _pointer, _i64, _i32, level=level),
     )

@@ -23,11 +23,11 @@ __all__ = ["FLOAT_KINDS", "INT8_KIND", "LEVELS", "NativeLibrary", "native_absenc
 
 _log = logging.getLogger("openengine")
 
-# Raise together with OE_INTERFACE in csrc/common.h whenever the arguments of any function change.
-INTERFACE = 9
+# Raise together with OE_INTERFACE in csrc/common.h whenever the functions or their arguments change.
+INTERFACE = 10
 LEVELS = ("generic", "avx2", "avx512", "avx512_bf16")  # each includes those before it, as cpu.cpp tests them
 FLOAT_KINDS, INT8_KIND = {torch.float32: 0, torch.bfloat16: 1}, 2  # as `Kind` of csrc/common.h numbers them
-_REBUILD = "install a C++17 compiler (GCC 9+ or Clang 12+) and install openengine-inference again"
+_REBUILD = "install GCC 9 or newer and install openengine-inference again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +37,13 @@ class NativeLibrary:
     handle: ctypes.CDLL
     levels: tuple[str, ...]
 
-    def function(self, name: str, *argtypes: type, level: str | None = None) -> Callable[..., None]:
+    def function(
+        self, name: str, *argtypes: type, level: str | None = None, allocates: bool = False
+    ) -> Callable[..., None]:
         """The function `name` for the fastest level, or for `level`, which the tests name. It releases the GIL.
 
-        Raises UnsupportedFeature if `level` cannot run here.
+        One that `allocates` raises MemoryError where it finds too little. Raises UnsupportedFeature if `level` cannot
+        run here.
         """
         level = level or self.levels[-1]
         if level not in self.levels:
@@ -48,7 +51,14 @@ class NativeLibrary:
         function = getattr(self.handle, f"oe_{name}_{level}")
         function.argtypes = argtypes
         function.restype = None
+        if allocates:
+            function.restype, function.errcheck = ctypes.c_int32, _check_memory
         return function
+
+
+def _check_memory(has_memory: int, function: Callable[..., int], _arguments: tuple[object, ...]) -> None:
+    if not has_memory:
+        raise MemoryError(f"{function.__name__}: not enough memory for its scratch; run fewer tokens a step")
 
 
 def native_library() -> NativeLibrary | None:
@@ -77,11 +87,16 @@ def _find() -> NativeLibrary | str:
         return f"the native kernels are not built; {_REBUILD}"
     try:
         handle = ctypes.CDLL(spec.origin)
-        interface = handle.oe_interface()
+        interface, num_runnable = handle.oe_interface(), handle.oe_cpu_levels()
     except (OSError, AttributeError) as exc:
         return f"the native kernels cannot be opened ({exc}); {_REBUILD}"
     if interface != INTERFACE:
         return f"the native kernels have interface {interface}, this version needs {INTERFACE}; {_REBUILD}"
-    runnable = LEVELS[: handle.oe_cpu_levels()]
+    runnable = LEVELS[:num_runnable]
     levels = tuple(level for level in runnable if hasattr(handle, f"oe_attention_{level}"))
-    return NativeLibrary(handle, levels) if levels else f"the native kernels have none for this CPU; {_REBUILD}"
+    if not levels:
+        return f"the native kernels have none for this CPU; {_REBUILD}"
+    if levels != runnable:
+        missing = ", ".join(sorted(set(runnable) - set(levels)))
+        _log.warning("the native kernels were built without %s, which this CPU runs; with those, %s", missing, _REBUILD)
+    return NativeLibrary(handle, levels)

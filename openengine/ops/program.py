@@ -99,7 +99,7 @@ class NativeProgram:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._seconds = (c_double * len(KERNELS))()
         self.is_timed = False
-        self._run = library.function("forward", c_void_p)
+        self._run = library.function("forward", c_void_p, allocates=True)
         self.source, self.result = self.buffer(width), self.buffer(width)
 
     # ---- recording -------------------------------------------------------------------------------
@@ -165,6 +165,7 @@ class NativeProgram:
         self._add(_TAKE, WANTED, x, y).n = x.columns * self._dtype.itemsize
 
     def _add_norm(self, weight: Tensor, eps: float, x: Place, delta: Place | None, y: Place, rows: int) -> _Operation:
+        assert y.row_bytes == y.columns * self._dtype.itemsize, "what a norm writes is a whole matrix"
         operation = self._add(_NORM, rows, x, delta, y)
         operation.weight, operation.heads, operation.n = weight.data_ptr(), 1, weight.shape[-1]
         operation.eps, operation.from_kind = eps, FLOAT_KINDS[self._dtype]

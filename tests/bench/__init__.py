@@ -9,10 +9,10 @@ A timing means something only beside another one of the same run: the machine's 
 variant (sampling, logprobs, a guide) is interleaved with its base, and a peer (`--vs`) runs alternately with the engine.
 
     workload.py   the works as data                        machine.py    GEMM rate, read bandwidth, versions
-    cost.py       bytes and operations of a model          probe.py      the one place that looks inside an engine
+    cost.py       bytes and operations of a model          probe.py      sizes, steps and phases of an engine
     works.py      measuring batches and their variants     growth.py     concurrency and context, cliffs
     processes.py  fresh processes: load, memory, peers     report.py     table and plot
-    guided.py     guided decoding: rate, compiling, jumps
+    guided.py     guided decoding: rate, compiling, jumps  arguments.py  what the commands refuse before they run
     profile.py    a step's time by phase and by operation  quality.py    what a dtype costs in quality
     embed.py      encoders: texts per second, exactness
 

@@ -18,6 +18,7 @@ import torch
 
 from openengine import Engine, OpenEngineError, demo_model
 from tests.bench import growth, guided, report, workload
+from tests.bench.arguments import arrival_rate, at_least, names_of, num_threads
 from tests.bench.machine import Machine, environment, measure
 from tests.bench.probe import model_cost
 from tests.bench.processes import FreshRun, PeerFailed, fresh_run, ratios, run_peer
@@ -34,12 +35,6 @@ _DRIFT = 0.1
 def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
-    args.works = list(WORKS) if args.works is None else args.works.split(",")
-    unknown = [name for name in args.works if name not in WORKS]
-    if unknown:
-        parser.error(f"unknown works {', '.join(unknown)}; known are {', '.join(WORKS)}")
-    if args.repeat < 1 or args.rate <= 0 or args.arrivals < 1:
-        parser.error("--repeat and --arrivals must be at least 1, --rate positive")
     for command in args.vs:
         if not shlex.split(command) or shutil.which(shlex.split(command)[0]) is None:
             parser.error(f"--vs {command!r}: there is no such command")
@@ -70,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         document = _run(engine, args, options)
     if args.json is not None:
         args.json.write_text(json.dumps(document, indent=1, default=_plain) + "\n", "utf-8")
-    return 0
+    return 0 if all(command in document["peers"] for command in args.vs) else 1
 
 
 def _run(engine: Engine, args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:
@@ -117,7 +112,7 @@ class _Runner:
         self._comparisons: list[Comparison] = []
 
     def run(self, name: str) -> None:
-        """Run one work; one that cannot run here is noted with the reason."""
+        """Run one work; one that cannot run here, or whose process fails, is noted with the reason."""
         print(f"… {name}", file=sys.stderr, flush=True)
         try:
             if name in workload.BATCH_WORKS:
@@ -132,7 +127,7 @@ class _Runner:
                     "load": self._load,
                     "memory": self._memory,
                 }[name]()
-        except CannotRun as exc:
+        except (CannotRun, PeerFailed) as exc:
             self._skip(name, str(exc))
 
     def against(self, command: str) -> None:
@@ -228,26 +223,34 @@ class _Runner:
         return figures
 
     def _skip(self, name: str, reason: str) -> None:
-        self._document["skipped"][name] = reason
+        self._document["skipped"].setdefault(name, []).append(reason)
         _show([f"{name} skipped: {reason}"])
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
     parser.add_argument("--model", help="directory, .gguf file or hub id (default: the demo model)")
-    parser.add_argument("--works", metavar="A,B", help=f"any of {','.join(WORKS)} (default: all)")
+    parser.add_argument(
+        "--works",
+        type=names_of("works", WORKS),
+        default=list(WORKS),
+        metavar="A,B",
+        help=f"any of {','.join(WORKS)} (default: all)",
+    )
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantization")
     parser.add_argument("--kernels", default="auto")
     parser.add_argument(
-        "--repeat", type=int, default=3, help="runs of each work, of which the median counts (default: 3)"
+        "--repeat", type=at_least(1), default=3, help="runs of each work, of which the median counts (default: 3)"
     )
-    parser.add_argument("--threads", type=int, help="of the engine and of the limits (default: torch's)")
-    parser.add_argument("--rate", type=float, default=2.0, help="arrivals per second (default: 2)")
+    parser.add_argument("--threads", type=num_threads, help="of the engine and of the limits (default: torch's)")
+    parser.add_argument("--rate", type=arrival_rate, default=2.0, help="arrivals per second (default: 2)")
     parser.add_argument(
         "--schemas", type=Path, metavar="FILE", help="JSON lines with the schemas that `guided` compiles"
     )
-    parser.add_argument("--arrivals", type=int, default=40, help="requests of the work `arrivals` (default: 40)")
+    parser.add_argument(
+        "--arrivals", type=at_least(1), default=40, help="requests of the work `arrivals` (default: 40)"
+    )
     parser.add_argument(
         "--vs",
         action="append",

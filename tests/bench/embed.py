@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from openengine import Engine
+from tests.bench.arguments import at_least, names_of, num_threads
 from tests.bench.machine import environment, measure
 from tests.bench.processes import PeerFailed, run_peer
 
@@ -62,21 +63,20 @@ def draw_texts(words: Sequence[str], count: int = _NUM_TEXTS) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.embed", description=__doc__)
     parser.add_argument("model", type=Path, help="directory of a BERT-like embedder with vocab.txt or tokenizer.json")
-    parser.add_argument("--variants", default=",".join(VARIANTS), help=f"any of {','.join(VARIANTS)}")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, help="of the engine and of the limits (default: torch's)")
-    parser.add_argument("--texts", type=int, default=_NUM_TEXTS, help=f"how many (default: {_NUM_TEXTS})")
+    parser.add_argument(
+        "--variants", type=names_of("variants", VARIANTS), default=list(VARIANTS), help=f"any of {','.join(VARIANTS)}"
+    )
+    parser.add_argument("--rounds", type=at_least(1), default=3)
+    parser.add_argument("--threads", type=num_threads, help="of the engine and of the limits (default: torch's)")
+    parser.add_argument("--texts", type=at_least(1), default=_NUM_TEXTS, help=f"how many (default: {_NUM_TEXTS})")
     parser.add_argument("--vs", metavar="CMD", help='a peer\'s script; its last JSON line has "texts_s"')
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
     parser.add_argument("--quick", action="store_true", help="rough limits: tries the benchmark, measures nothing")
     args = parser.parse_args(argv)
-    names = args.variants.split(",")
-    if unknown := [name for name in names if name not in VARIANTS]:
-        parser.error(f"unknown variants {', '.join(unknown)}; known are {', '.join(VARIANTS)}")
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     texts = draw_texts(_words(args.model), args.texts)
-    results, peer = _measure(args, names, texts)
+    results, peer = _measure(args, args.variants, texts)
     for line in _lines(results, peer):
         print(line, flush=True)
     if args.json is not None:

@@ -49,9 +49,11 @@ class Point:
 
 def curves(bench: Bench) -> Iterator[list[Point] | str]:
     """Each curve as it is measured; a text for a point that cannot be, saying why."""
-    yield from _curve(bench, f"rows, context {_ROWS_CONTEXT}", [(rows, _ROWS_CONTEXT) for rows in _ROWS])
+    context = _ROWS_CONTEXT // bench.shrink
+    yield from _curve(bench, f"rows, context {context}", [(rows, context) for rows in _ROWS])
     for rows in _CONTEXT_ROWS:
-        yield from _curve(bench, f"context, {rows} row{'s' * (rows > 1)}", [(rows, context) for context in _CONTEXTS])
+        sizes = [(rows, context // bench.shrink) for context in _CONTEXTS]
+        yield from _curve(bench, f"context, {rows} row{'s' * (rows > 1)}", sizes)
 
 
 def with_factors(points: list[Point]) -> list[Point]:
@@ -65,9 +67,7 @@ def with_factors(points: list[Point]) -> list[Point]:
 
 def _curve(bench: Bench, name: str, sizes: list[tuple[int, int]]) -> Iterator[list[Point] | str]:
     points, probe = [], Probe(bench.machine.gemm_dtype, quick=bench.quick)
-    if bench.quick:
-        sizes = [(rows, context // 8) for rows, context in sizes[::3]]
-    for rows, context in sizes:
+    for rows, context in sizes[:: 3 if bench.quick else 1]:
         try:
             points.append(_point(bench, probe, name, rows, context))
         except CannotRun as exc:
@@ -81,9 +81,10 @@ def _point(bench: Bench, probe: Probe, name: str, rows: int, context: int) -> Po
         raise CannotRun(f"max_num_seqs is {info.max_running_requests}")
     if rows * context > info.total_kv_blocks * info.kv_block_size:
         raise CannotRun(f"the KV pool holds {info.total_kv_blocks * info.kv_block_size} tokens")
-    # The first to finish its prompt decodes until the last has: so many steps do not have all rows.
+    # The first to finish its prompt decodes until the last has: so many steps do not have all rows, for each is full and
+    # all of them together compute no more than every row's context.
     num_steps = _LEAST_STEPS // (4 if bench.quick else 1)
-    num_output = num_steps + -(-rows * context // info.max_batched_tokens) + rows // 8
+    num_output = num_steps + -(-rows * context // info.max_batched_tokens)
     if num_output >= context:
         raise CannotRun(f"a prompt of {context} tokens is too short for {num_output} steps")
     requests = workload.uniform(rows, context - num_output, num_output, bench.cost.vocab_size)

@@ -147,7 +147,8 @@ def _jumps(bench: Bench) -> tuple[tuple[float, int], tuple[float, int]]:
     ]
     measured, jumps_ahead = [], preparer._jump_ahead
     try:
-        for preparer._jump_ahead in (False, True):
+        for is_on in (False, True):
+            preparer._jump_ahead = is_on
             num_steps, start = bench.engine._loop.num_steps, time.perf_counter()
             bench.engine.generate(requests, progress=False)
             measured.append((time.perf_counter() - start, bench.engine._loop.num_steps - num_steps))

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import openengine
+from openengine.core.memory import usable_cpus
 from openengine.ops import huge_pages
 
 __all__ = ["Machine", "Probe", "environment", "measure"]
@@ -93,7 +94,7 @@ def environment(num_threads: int) -> dict[str, Any]:
         "system": platform.platform(),
         "cpu": _cpu_model(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpus": usable_cpus(),
         "threads": num_threads,
         "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
     }

@@ -36,6 +36,7 @@ from openengine.ops import native
 from openengine.ops.native import NativeLibrary
 from openengine.ops.program import KERNELS, NativeProgram
 from tests.bench import workload
+from tests.bench.arguments import at_least, num_threads
 from tests.bench.machine import Machine
 from tests.bench.probe import (
     PHASES,
@@ -124,6 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     options = {"dtype": args.dtype, "quantization": args.quantization, "kernels": args.kernels}
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # above USDT, or torch reports each start and stop on stderr
     with profile(activities=[ProfilerActivity.CPU]):
         pass  # its first start must be in this thread; the loop's thread starts the others
     with NativeWatch() as watch:
@@ -184,10 +186,8 @@ class NativeWatch:
     def __enter__(self) -> NativeWatch:
         watch, inner = self, self._inner
 
-        def function(
-            library: NativeLibrary, name: str, *argtypes: type, level: str | None = None
-        ) -> Callable[..., Any]:
-            kernel, label = inner(library, name, *argtypes, level=level), _NATIVE + name
+        def function(library: NativeLibrary, name: str, *argtypes: type, **options: Any) -> Callable[..., Any]:
+            kernel, label = inner(library, name, *argtypes, **options), _NATIVE + name
 
             def call(*args: Any) -> Any:
                 if not watch.is_recording:
@@ -210,12 +210,12 @@ class NativeWatch:
 
 
 def _requests(bench: Bench, rows: int | None) -> list[Request]:
-    shrink = 8 if bench.quick else 1
     if rows is None:
         return bench.requests("prefill")
-    # The first to finish its prompt decodes while the last still waits: so many steps do not have all rows.
+    # The first to finish its prompt decodes while the last still waits: so many steps do not have all rows,
+    # and some more, because rows that decode leave the prompts less of each: hence twice the steps to record.
     waiting = -(-rows * _PROMPT // bench.engine.model_info().max_batched_tokens)
-    return workload.uniform(rows, _PROMPT // shrink, waiting + 2 * _STEPS + 8, bench.cost.vocab_size)
+    return workload.uniform(rows, _PROMPT // bench.shrink, waiting + 2 * _STEPS, bench.cost.vocab_size)
 
 
 def _record(bench: Bench, requests: list[Request], build: Build | None, matches: Callable[[Any], bool]) -> Operations:
@@ -394,13 +394,17 @@ def _lines(result: StepProfile, num_ops: int) -> Iterator[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.profile", description="Where a step's time goes.")
     parser.add_argument("--model", help="directory, .gguf file or hub id (default: the demo model)")
-    parser.add_argument("--rows", type=int, nargs="*", default=[1, 64], help="rows of the decode steps (default: 1 64)")
+    parser.add_argument(
+        "--rows", type=at_least(1), nargs="*", default=[1, 64], help="rows of the decode steps (default: 1 64)"
+    )
     parser.add_argument("--variant", choices=sorted(VARIANTS), help="of the requests (default: greedy)")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantization")
     parser.add_argument("--kernels", default="auto")
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--ops", type=int, default=12, help="operations listed for each kind of step (default: 12)")
+    parser.add_argument("--threads", type=num_threads)
+    parser.add_argument(
+        "--ops", type=at_least(0), default=12, help="operations listed for each kind of step (default: 12)"
+    )
     parser.add_argument("--python", action="store_true", help="also list the loop's Python functions")
     parser.add_argument("--quick", action="store_true", help="shorter prompts: tries the profile, measures nothing")
     return parser

@@ -7,6 +7,7 @@ Kullback-Leibler divergence of the next-token distributions in nats, and how oft
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,22 +72,22 @@ def compare(actual: Tensor, reference: Tensor, ids: Tensor) -> Quality:
     return Quality((-scores.mean()).exp().item(), divergence.item(), agreement.item())
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.quality", description=__doc__)
     parser.add_argument("model")
     parser.add_argument("--kernels", default="auto")
     parser.add_argument("--max-tokens", type=int, default=1024)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     tokenizer = open_checkpoint(args.model).load_tokenizer()
     ids = torch.tensor(tokenizer.encode(TEXT.read_text("utf-8"))[: args.max_tokens])
     reference = None
     print(f"{args.model}, {len(ids)} tokens")
-    print(f"{'':28}{'perplexity':>12}{'divergence':>12}{'agreement':>12}")
+    print(f"{'':28}{'perplexity':>12}{'mean KL':>12}{'same most likely token':>24}")
     for name, (dtype, quantization) in VARIANTS.items():
         actual = log_probs(args.model, ids, dtype=dtype, quantization=quantization, kernels=args.kernels)
         reference = actual if reference is None else reference
         quality = compare(actual, reference, ids)
-        print(f"{name:28}{quality.perplexity:12.3f}{quality.divergence:12.5f}{quality.agreement:12.1%}", flush=True)
+        print(f"{name:28}{quality.perplexity:12.3f}{quality.divergence:12.5f}{quality.agreement:24.1%}", flush=True)
 
 
 if __name__ == "__main__":

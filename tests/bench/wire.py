@@ -22,6 +22,7 @@ from openengine import Engine
 from openengine.rpc import openengine_pb2 as pb
 from openengine.rpc import openengine_pb2_grpc
 from tests.bench import workload
+from tests.bench.arguments import at_least, num_threads
 from tests.bench.workload import Request
 
 __all__ = ["main"]
@@ -35,8 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     parser = argparse.ArgumentParser(prog="python -m tests.bench.wire", allow_abbrev=False)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--threads", type=num_threads, default=1)
+    parser.add_argument("--repeat", type=at_least(1), default=3)
     args = parser.parse_args(argv)
     options = {**_OPTIONS, "num_threads": args.threads}
     flags = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]

@@ -113,6 +113,11 @@ class Bench:
     quick: bool = False
     num_runs: int = 0
 
+    @property
+    def shrink(self) -> int:
+        """By which all lengths are divided."""
+        return _QUICK if self.quick else 1
+
     def batch(self, name: str) -> BatchResult:
         """Run a batch work `repeat` times."""
         requests = self.requests(name)
@@ -223,7 +228,7 @@ class Bench:
         return self.cost.batch_s(self.requests(name), self.machine, shared_prefix=self._num_shared(name))
 
     def _num_shared(self, name: str) -> int:
-        return 0 if name != "prefix" else workload.SHARED_PREFIX // (_QUICK if self.quick else 1)
+        return 0 if name != "prefix" else workload.SHARED_PREFIX // self.shrink
 
     def _distinct(self, requests: Sequence[Request], *, shared: bool = False) -> list[Request]:
         self.num_runs += 1
@@ -235,7 +240,8 @@ def percentiles(values: Sequence[float | None]) -> tuple[float, float, float]:
     ordered = sorted(value for value in values if value is not None)
     if not ordered:
         return (float("nan"),) * 3
-    return tuple(ordered[min(len(ordered) - 1, int(len(ordered) * share))] for share in (0.5, 0.9, 0.99))
+    # Ranks count from 1 and are rounded up, in integers: 0.9 * 10 need not be 9.
+    return tuple(ordered[-(-len(ordered) * percent // 100) - 1] for percent in (50, 90, 99))
 
 
 def _request(request: Request, **options: Any) -> GenerateRequest:

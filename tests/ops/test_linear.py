@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -310,8 +311,8 @@ def test_native_int8_is_its_twin(level, dtype):
 
 @native
 def test_int8_takes_a_quarter_of_float32s_memory():
-    whole, eighth = (packed(torch.randn(512, 1024), None, int8=int8).num_bytes for int8 in (False, True))
-    assert eighth < 0.27 * whole
+    whole, quarter = (packed(torch.randn(512, 1024), None, int8=int8).num_bytes for int8 in (False, True))
+    assert quarter < 0.27 * whole
 
 
 # -------------------------------------------------------------------------------------------------------------- Linear
@@ -360,8 +361,30 @@ def test_int8_on_another_device_is_refused():
         Linear.empty(8, {"a": 8}, dtype=torch.float32, device=torch.device("meta"), quantization="int8")
 
 
-def test_the_preferred_dtype_of_a_cpu_is_one_that_it_multiplies():
-    assert preferred_dtype(CPU) in FLOATS
+@pytest.mark.parametrize(
+    ("levels", "features", "expected"),
+    [
+        (("generic", "avx2"), {}, torch.float32),
+        (("generic", "avx2", "avx512"), {"avx512_bf16": False}, torch.float32),
+        (("generic", "avx2", "avx512", "avx512_bf16"), {}, torch.bfloat16),
+        (None, {}, torch.float32),
+        (None, {"amx_bf16": True}, torch.bfloat16),
+    ],
+)
+def test_the_preferred_dtype_of_a_cpu_is_one_that_it_multiplies(levels, features, expected, monkeypatch):
+    library = None if levels is None else SimpleNamespace(levels=levels)
+    monkeypatch.setattr("openengine.ops.linear.native_library", lambda: library)
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: features, raising=False)
+    assert preferred_dtype(CPU) == expected
+
+
+@native
+@pytest.mark.parametrize(
+    "out", [torch.empty(2, 8), torch.empty(4, 9), torch.empty(4, 8).bfloat16(), torch.empty(8, 4).T]
+)
+def test_a_product_is_written_only_where_it_has_room(out):
+    with pytest.raises(AssertionError, match="out must"):
+        packed(torch.randn(8, 16), None).multiply(torch.randn(3, 16), torch.float32, out=out)
 
 
 # ---------------------------------------------------------------------------------------------------------- whole models

@@ -104,14 +104,20 @@ def test_slots_nobody_wrote_never_matter(level, dtype, fill):
     assert torch.equal(dirty, clean)
 
 
+@EVERY_LEVEL
 @pytest.mark.parametrize("part", range(3), ids=["query", "key", "value"])
 @DTYPES
-def test_nan_in_a_token_reaches_those_who_see_it_and_no_other_sequence(dtype, part):
-    backend = NativeAttention(dtype)
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FC10000, -0x10000, 0x7FC00001, -1], ids=hex)
+def test_nan_in_a_token_reaches_those_who_see_it_and_no_other_sequence(level, dtype, part, bits):
+    backend = NativeAttention(dtype, level=level)
     kv = backend.allocate(KvSpec(1, 1, 32, dtype, CPU), 4, 16)
     batch = make_batch(kv, [[1], [0, 2]], [1, 20], [1, 20])
     parts = [torch.randn(21, 1, 32).to(dtype) for _ in range(3)]
-    parts[part][11] = torch.nan  # the eleventh token of the prompt
+    nan = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    if dtype == torch.bfloat16:
+        nan = torch.tensor(bits >> 16 | 1, dtype=torch.int16).view(torch.bfloat16)
+    parts[part][11] = nan  # the eleventh token of the prompt
+    assert parts[part][11].isnan().all()
     backend.prepare(batch, windows=[None])
     with torch.inference_mode():
         out = backend.forward(0, *parts, batch, scale=0.2, window=None, softcap=None)

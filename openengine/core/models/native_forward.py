@@ -1,7 +1,7 @@
 """A decoder's layers as one native call: `NativeForward`, for models all of whose parts have native kernels.
 
 It computes what the layers compute when they are called one by one, which stays the description of the model and serves
-every other device, dtype and activation.
+every other device and dtype.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@
 
 namespace {
 
-constexpr int ROWS = 96;            // of an item, at most
+constexpr int ROWS = 96;            // of an item, at most, where one token has no more; its queries and values stay in L2
 constexpr int SMALL = 16384;        // products below which waking the threads costs more than they save
 
 OE_INLINE int group_of(const AttentionStep& step) { return step.num_heads / step.num_kv_heads; }
@@ -30,10 +30,10 @@ OE_INLINE int rows_of_items(const AttentionStep& step) { return tokens_of_items(
 template <class Stored>
 OE_INLINE void load_head(const AttentionLayer& layer, const void* from, int stride, int token, int head, float* out) {
     const int head_dim = layer.step->head_dim, rotary_dim = layer.rotary_dim, half = rotary_dim / 2;
-    const Stored* x = (const Stored*)from + (long)token * stride + head * head_dim;
+    const Stored* x = (const Stored*)from + int64_t(token) * stride + head * head_dim;
     for (int d = 0; d < head_dim; d += LANES) store(out + d, load(x + d));
     if (!layer.cos) return;
-    const float *cos = layer.cos + (long)token * rotary_dim, *sin = layer.sin + (long)token * rotary_dim;
+    const float *cos = layer.cos + int64_t(token) * rotary_dim, *sin = layer.sin + int64_t(token) * rotary_dim;
     for (int d = 0; d < half; d++) {
         const float a = out[d], b = out[d + half];
         out[d] = a * cos[d] + b * sin[d];
@@ -64,7 +64,7 @@ static void write_token(const AttentionLayer& layer, int token, int head) {
     Stored* keys = (Stored*)layer.keys + at + index * P;
     for (int d = 0; d < head_dim; d += P) store_as(keys + d * TILE, load_as<uint32_t>(key + d));
 
-    const Stored* value = (const Stored*)layer.v + (long)token * layer.v_stride + head * head_dim;
+    const Stored* value = (const Stored*)layer.v + int64_t(token) * layer.v_stride + head * head_dim;
     Stored* values = (Stored*)layer.values + at + (index / P) * head_dim * P + index % P;
     for (int d = 0; d < head_dim; d++) values[d * P] = value[d];
 }
@@ -79,7 +79,7 @@ static Workspace<T> workspace_in(char* scratch, const AttentionStep& step) {
     Workspace<T> ws;
     ws.positions = (int*)at;
     ws.state = {at + rows, at + 2 * rows + LANES, at + 3 * rows + 2 * LANES};
-    ws.scores = ws.state.values + (long)rows * step.head_dim;
+    ws.scores = ws.state.values + int64_t(rows) * step.head_dim;
     ws.p = (typename T::Factor*)(ws.scores + R_MAX * P_STRIDE);
     ws.q = (typename T::Factor*)(ws.scores + 2 * R_MAX * P_STRIDE);
     return ws;
@@ -90,13 +90,16 @@ static int64_t scratch_floats(const AttentionStep& step) {
     return 3 * rows + 2 * LANES + rows * (step.head_dim + Q_STRIDE) + 2 * R_MAX * P_STRIDE;
 }
 
-static State partial_at(const AttentionStep& step, float* partials, int index) {
+static int64_t partial_floats(const AttentionStep& step) {
     const int group = group_of(step);
-    float* at = partials + (long)index * (2 * (group + LANES) + group * step.head_dim);
-    return {at, at + group + LANES, at + 2 * (group + LANES)};
+    return 2 * (group + LANES) + int64_t(group) * step.head_dim;
 }
 
-static int64_t partial_floats(const AttentionStep& step) { return partial_at(step, nullptr, 1).max - (float*)nullptr; }
+static State partial_at(const AttentionStep& step, float* partials, int index) {
+    const int group = group_of(step);
+    float* at = partials + index * partial_floats(step);
+    return {at, at + group + LANES, at + 2 * (group + LANES)};
+}
 
 static void clear(const State& state, int rows, int head_dim) {
     for (int r = 0; r < rows + LANES; r++) state.max[r] = -__builtin_inff(), state.sum[r] = 0.0f;
@@ -107,7 +110,7 @@ static void clear(const State& state, int rows, int head_dim) {
 template <class Stored>
 static void write_out(const AttentionLayer& layer, const State& state, int token, int head) {
     const int head_dim = layer.step->head_dim, group = group_of(*layer.step);
-    Stored* out = (Stored*)layer.out + ((long)token * layer.step->num_heads + head * group) * head_dim;
+    Stored* out = (Stored*)layer.out + (int64_t(token) * layer.step->num_heads + head * group) * head_dim;
     for (int r = 0; r < group; r++) {
         const float factor = 1.0f / state.sum[r];
         for (int d = r * head_dim; d < (r + 1) * head_dim; d += LANES) store(out + d, load(state.values + d) * factor);
@@ -153,7 +156,7 @@ static bool list_tiles(const AttentionLayer& layer, const AttentionItem& item, c
     int tile = first / item.num_heads, head = first % item.num_heads;
     if (tile >= tiles) return false;
     const int position = base + tile * TILE;
-    const int32_t* block = step.block_tables + (long)item.seq * step.table_stride + position / step.block_size;
+    const int32_t* block = step.block_tables + int64_t(item.seq) * step.table_stride + position / step.block_size;
     int offset = position % step.block_size, i = 0;
     while (tile < tiles && i < CHUNK / TILE) {
         const long at = tile_at(step, *block, offset, item.head + head) / T::PACKED;
@@ -175,15 +178,15 @@ static void load_queries(const AttentionLayer& layer, const AttentionItem& item,
         float query[HEAD_DIM_MAX];
         const int head = (item.head + row / rows) * group + row % group;
         load_head<typename T::Stored>(layer, layer.q, layer.q_stride, token + row % rows / group, head, query);
-        for (int d = 0; d < head_dim; d += LANES) store(ws.q + (long)row * Q_STRIDE + d, load(query + d));
+        for (int d = 0; d < head_dim; d += LANES) store(ws.q + int64_t(row) * Q_STRIDE + d, load(query + d));
     }
 }
 
 // The part of an item's workspace that belongs to its rows from `row` on.
 template <class T>
 static Workspace<T> rows_from(Workspace<T> ws, int row, int head_dim) {
-    ws.positions += row, ws.q += (long)row * Q_STRIDE;
-    ws.state = {ws.state.max + row, ws.state.sum + row, ws.state.values + (long)row * head_dim};
+    ws.positions += row, ws.q += int64_t(row) * Q_STRIDE;
+    ws.state = {ws.state.max + row, ws.state.sum + row, ws.state.values + int64_t(row) * head_dim};
     return ws;
 }
 
@@ -241,8 +244,8 @@ static void merge_partials(const AttentionLayer& layer, const AttentionMerge& me
             merge(total, row, rows, load(next.max + row), load(next.sum + row), keep, add);
             for (int r = 0; r < rows; r++)
                 for (int d = 0; d < head_dim; d += LANES) {
-                    float* to = total.values + (long)(row + r) * head_dim + d;
-                    store(to, load(to) * keep[r] + load(next.values + (long)(row + r) * head_dim + d) * add[r]);
+                    float* to = total.values + int64_t(row + r) * head_dim + d;
+                    store(to, load(to) * keep[r] + load(next.values + int64_t(row + r) * head_dim + d) * add[r]);
                 }
         }
     }

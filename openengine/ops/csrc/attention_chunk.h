@@ -65,12 +65,12 @@ template <class T, int A_STRIDE, int SEGMENTS, int R, int C>
 OE_INLINE void multiply(vf (&sum)[R][C], const typename T::Factor* a, const uint32_t* const* b,
                         const uint32_t* const* ahead, int offset, int b_stride, int steps) {
     constexpr int LINES = C * LANES < LINE ? 1 : C * LANES / LINE;
-    const int part = steps / SEGMENTS;
+    const int part = steps / SEGMENTS;  // whole, for steps are multiples of 8
     for (int segment = 0; segment < SEGMENTS; segment++) {
         const uint32_t* at = ahead ? ahead[segment] + offset : nullptr;
         for (int s = segment * part; s < (segment + 1) * part; s++) {
             vu column[C];
-            for (int c = 0; c < C; c++) column[c] = load_as<vu>(b[c] + (long)s * b_stride);
+            for (int c = 0; c < C; c++) column[c] = load_as<vu>(b[c] + int64_t(s) * b_stride);
             if (at)
                 for (int l = 0; l < LINES; l++, at += LINE) fetch(at);
             for (int r = 0; r < R; r++) T::template step<C>(sum[r], a + r * A_STRIDE + s * T::PACKED, column);
@@ -133,7 +133,7 @@ OE_INLINE void weigh_columns(const typename T::Factor* p, const uint32_t* const*
     }
     for (int r = 0; r < R; r++)
         for (int c = 0; c < C; c++) {
-            float* to = out + (long)r * head_dim + (first + c) * LANES;
+            float* to = out + int64_t(r) * head_dim + (first + c) * LANES;
             store(to, load(to) * keep[r] + sum[r][c] * add[r]);
         }
 }
@@ -238,7 +238,7 @@ static void attend_rows(const Workspace<T>& ws, const Chunk& chunk, const Chunk*
     if (count <= 0 || (window && positions[0] - window + 1 >= chunk.base + chunk.count)) return;
     const int num_tiles = (count + TILE - 1) / TILE, width = num_tiles * TILE;
     const bool is_capped = masking.softcap != 0.0f;
-    score<T, R>(ws.q + (long)row * Q_STRIDE, head_dim, chunk.keys, next ? next->keys : nullptr, num_tiles, ws.scores);
+    score<T, R>(ws.q + int64_t(row) * Q_STRIDE, head_dim, chunk.keys, next ? next->keys : nullptr, num_tiles, ws.scores);
     float maxima[LANES], sums[LANES];
     for (int r = 0; r < R; r++) {
         float* scores = ws.scores + r * P_STRIDE;
@@ -254,7 +254,7 @@ static void attend_rows(const Workspace<T>& ws, const Chunk& chunk, const Chunk*
     store(keeps, keep);
     store(adds, add);
     weigh<T, R>(ws.p, chunk.values, next ? next->values : nullptr, count, head_dim,
-                ws.state.values + (long)row * head_dim, keeps, adds);
+                ws.state.values + int64_t(row) * head_dim, keeps, adds);
 }
 
 template <class T>

@@ -27,13 +27,15 @@ static inline int omp_get_max_threads() { return 1; }
 static inline int omp_get_num_procs() { return 1; }
 #endif
 
-// Raise together with INTERFACE in native.py whenever the arguments of any exported function change.
-#define OE_INTERFACE 9
+// Raise together with INTERFACE in native.py whenever the exported functions or their arguments change.
+#define OE_INTERFACE 10
 
 #ifdef OE_LEVEL
 #define OE_JOIN_(name, level) oe_##name##_##level
 #define OE_JOIN(name, level) OE_JOIN_(name, level)
 #define OE_EXPORT(name) extern "C" __attribute__((visibility("default"))) void OE_JOIN(name, OE_LEVEL)
+// One that allocates: it returns whether there was memory, and has done nothing where there was none.
+#define OE_CHECKED(name) extern "C" __attribute__((visibility("default"))) int32_t OE_JOIN(name, OE_LEVEL)
 #endif
 
 #if defined(__AVX512F__)
@@ -45,6 +47,7 @@ static inline int omp_get_num_procs() { return 1; }
 #endif
 
 #define OE_INLINE static inline __attribute__((always_inline))
+#define OE_INLINE_MEMBER __attribute__((always_inline))  // of a struct that every level has, so with no linkage of its own
 
 namespace {
 
@@ -92,7 +95,7 @@ OE_INLINE vi iota() {
     return v;
 }
 
-// ---- bfloat16: rounded to nearest even, NaN stays NaN ----
+// ---- bfloat16: rounded to nearest even, NaN stays NaN; the instruction of AVX-512 takes subnormals for 0 ----
 
 OE_INLINE float widen(bf16 x) { return bits_as<float>(uint32_t(x.bits) << 16); }
 OE_INLINE float widen(float x) { return x; }
@@ -218,7 +221,7 @@ OE_INLINE vf exp_of(vf x) {
     return within(scaled_exp2(shifted, rest * LOG2_E), x, -87.33f, 88.37f);
 }
 
-// 2^x for x <= 0. Rough where the result is rounded to bfloat16 anyway.
+// 2^x for x <= 0; NaN for NaN. Rough where the result is rounded to bfloat16 anyway.
 template <bool ROUGH>
 OE_INLINE vf exp2_below_one(vf x) {
 #if OE_LANES == 16
@@ -229,7 +232,7 @@ OE_INLINE vf exp2_below_one(vf x) {
 #else
     vf shifted = x + ROUND;
     vf e = scaled_exp2(shifted, x - (shifted - ROUND));
-    return x < splat(-126.0f) ? vf{} : e;
+    return x >= splat(-126.0f) ? e : larger(vf{}, x);  // 0, or the NaN: scaled, one may come out finite
 #endif
 }
 

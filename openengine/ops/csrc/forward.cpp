@@ -107,7 +107,7 @@ void run(Team& team, const Forward& f, const Operation& op, char* scratch, int* 
 
 }  // namespace
 
-OE_EXPORT(forward)(const Forward* forward) {
+OE_CHECKED(forward)(const Forward* forward) {
     const Forward& f = *forward;
     const int threads = f.step->num_threads;  // for as many the workspace has room
     int64_t scratch_size = 0;
@@ -118,7 +118,8 @@ OE_EXPORT(forward)(const Forward* forward) {
         }
     char* scratch = static_cast<char*>(malloc(scratch_size));
     int* taken = static_cast<int*>(calloc(f.num_operations, sizeof(int)));
-    together(threads, [&f, scratch, taken](Team& team) {
+    const bool fits = (scratch || !scratch_size) && taken;
+    if (fits) together(threads, [&f, scratch, taken](Team& team) {
         double last = f.seconds ? now() : 0.0;
         for (int64_t i = 0; i < f.num_operations; i++) {
             run(team, f, f.operations[i], scratch, taken + i);
@@ -132,4 +133,5 @@ OE_EXPORT(forward)(const Forward* forward) {
     });
     free(taken);
     free(scratch);
+    return fits;
 }

@@ -248,7 +248,7 @@ Run widen_run(const Run& run, char* to) {
 template <class D>
 void multiply_panel(const Product& p, int64_t panel, int64_t row, int64_t rows, const char* after) {
     constexpr bool IS_WIDE = D::STEPS > 1;
-    const int64_t most = rows <= D::MAX_ROWS || MANY_ROWS > D::MAX_ROWS ? D::MAX_ROWS : MANY_ROWS;
+    const int64_t most = rows <= D::MAX_ROWS ? D::MAX_ROWS : min_of(MANY_ROWS, D::MAX_ROWS);
     const int64_t tiles = (rows + most - 1) / most, ahead_step = ROW / (tiles * PARTS * D::STEPS);
     char words[IS_WIDE ? D::RUN * D::STEPS * D::NEXT : 1] __attribute__((aligned(64)));
     vf totals[PARTS][ROWS_AT_ONCE * VECS];
@@ -332,10 +332,11 @@ OE_INLINE vb bytes_of(vi q) {  // from 0 on; above 255 cut
 }
 
 // n items to `q * scale + shift`, q unsigned, over a range that includes 0, which is met exactly. With a NaN the scale
-// is NaN, with infinity infinite; ranges below 1e-30 become zeros. `q` has room for a run.
+// is NaN, with infinity that or infinite; ranges below 1e-30 become zeros. `q` has room for a run.
 template <class T>
 OE_INLINE void quantize(const T* x, int64_t n, uint8_t* q, float* scale, float* shift) {
     constexpr int VECTORS = INT8_RUN / LANES;
+    static_assert(INT8_RUN % (2 * LANES) == 0, "vectors are taken in pairs");
     vf v[VECTORS], low[VECTORS / 2], high[VECTORS / 2];
     NanCheck check;
     for (int i = 0; i < VECTORS; i++) v[i] = n > i * LANES ? load_some(x + i * LANES, n - i * LANES) : vf{};
@@ -426,12 +427,15 @@ OE_SHARED(share_linear)(Team& team, const LinearCall& call, char* scratch) {
     multiply_share(team, p, rows, blocks_for(panels_of(layer), rows, bytes, team.threads));
 }
 
-OE_EXPORT(linear)(
+OE_CHECKED(linear)(
     const Layer* layer, const char* x, int64_t x_bytes, int32_t x_kind, char* y, int64_t y_bytes, int32_t y_kind,
     int64_t rows, int32_t activation) {
     const LinearCall call = {layer, x, x_bytes, y, y_bytes, rows, x_kind, y_kind, activation};
     const int threads = panels_of(*layer) * groups_of(*layer) * ROW * rows < SMALL ? 1 : omp_get_max_threads();
-    char* scratch = static_cast<char*>(malloc(scratch_bytes(call, threads)));
-    together(threads, [&call, scratch](Team& team) { OE_SHARE(share_linear)(team, call, scratch); });
+    const int64_t size = scratch_bytes(call, threads);
+    char* scratch = static_cast<char*>(malloc(size));
+    const bool fits = scratch || !size;
+    if (fits) together(threads, [&call, scratch](Team& team) { OE_SHARE(share_linear)(team, call, scratch); });
     free(scratch);
+    return fits;
 }

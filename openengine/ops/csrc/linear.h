@@ -31,7 +31,7 @@ struct Layer {
 
 constexpr int64_t PANEL = 32, HALF = PANEL / 2;
 constexpr int64_t GROUP = 4, ROW = PANEL * GROUP;  // a row is one group of inputs for a panel's outputs
-constexpr int64_t INT8_RUN = 192;                              // inputs
+constexpr int64_t INT8_RUN = 192;                              // inputs with one scale; up to 258 sum to an int16
 
 typedef uint8_t vb __attribute__((vector_size(OE_LANES)));
 

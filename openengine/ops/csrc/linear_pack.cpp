@@ -66,11 +66,14 @@ OE_EXPORT(linear_pack)(const Layer* layer, const char* from, int64_t from_bytes,
 }
 
 // Quantize rows [first, first + count) of a float32 or bfloat16 weight into their places.
-OE_EXPORT(linear_quantize)(
+OE_CHECKED(linear_quantize)(
     const Layer* layer, const char* from, int64_t from_bytes, int32_t kind, int64_t first, int64_t count) {
+    const int64_t size = padded(layer->inputs, 64);
+    int8_t* rows = static_cast<int8_t*>(calloc(omp_get_max_threads(), size));
+    if (!rows) return false;
 #pragma omp parallel
     {
-        int8_t* q = static_cast<int8_t*>(calloc(padded(layer->inputs, 64), 1));
+        int8_t* q = rows + omp_get_thread_num() * size;
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < count; row++) {
             const char* source = from + row * from_bytes;
@@ -79,8 +82,9 @@ OE_EXPORT(linear_quantize)(
             else quantize_weights(reinterpret_cast<const float*>(source), layer->inputs, q, scale);
             write_quantized(*layer, q, first + row);
         }
-        free(q);
     }
+    free(rows);
+    return true;
 }
 
 // Rows `ids` of the weight, as either float kind: a table that is also a layer is read through this.

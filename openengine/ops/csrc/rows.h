@@ -50,7 +50,7 @@ OE_INLINE vi rounded(vf x) {
 #endif
 }
 
-// Whether any of the vectors it was given holds a NaN.
+// Whether any of the vectors it was given holds a NaN; below AVX-512 infinity counts as one.
 struct NanCheck {
 #if OE_LANES == 16
     __mmask16 found = 0;

@@ -116,7 +116,7 @@ void top_row(const float* row, int64_t n, int64_t count, float* values, int64_t*
 // ---- sums over a row ----
 
 // e^(sign * gap) for gap in [0, FAR], more exact than `exp_of`: thousands of them are added up. With x = n ln 2 + r it
-// is 2^n (1 + r + r^2 q(r)), where q is a minimax fit with a relative error below 4e-9.
+// is 2^n (1 + r + r^2 q(r)), where q is a minimax fit for a relative error of the whole below 4e-9.
 OE_INLINE vf exp_of_gap(vf gap, float sign) {
     const vf x = gap * sign;
     const vf shifted = x * 1.44269504f + ROUND;

@@ -23,7 +23,7 @@ struct Team {
     int waits;
 
     // Return when every thread has come here.
-    void wait() {
+    OE_INLINE_MEMBER void wait() {
         if (threads == 1) return;
         const int all = threads * ++waits;
         if (__atomic_add_fetch(arrived, 1, __ATOMIC_ACQ_REL) == all) return;
@@ -38,8 +38,8 @@ struct Team {
     }
 
     // The first of this thread's share of `count` items; that of the next thread begins where it ends.
-    int64_t first(int64_t count) const { return count * thread / threads; }
-    int64_t last(int64_t count) const { return count * (thread + 1) / threads; }
+    OE_INLINE_MEMBER int64_t first(int64_t count) const { return count * thread / threads; }
+    OE_INLINE_MEMBER int64_t last(int64_t count) const { return count * (thread + 1) / threads; }
 };
 
 namespace {
@@ -47,7 +47,9 @@ namespace {
 // Call `work(team)` in every thread of a team.
 template <class Work>
 OE_INLINE void together(int threads, const Work& work) {
-    const int max_spins = threads > omp_get_num_procs() ? 0 : 4096;  // else those that are waited for have no CPU
+    // With more threads than CPUs, those that are waited for have none; else they come within the microseconds that
+    // 4,096 spins take, unless the machine is busy.
+    const int max_spins = threads > omp_get_num_procs() ? 0 : 4096;
     int arrived = 0;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
