@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from openengine import Engine
+from openengine.core.memory import usable_cpus
 from tests.bench import embed, processes, profile, quality, workload
 from tests.bench.__main__ import WORKS, main
 from tests.bench.cost import ModelCost
 from tests.bench.growth import Point, with_factors
 from tests.bench.guided import GuidedResult, guided_lines
-from tests.bench.machine import Machine, num_cpus
+from tests.bench.machine import Machine
 from tests.bench.probe import PHASES, model_cost
 from tests.bench.processes import PeerFailed, ratios, run_peer
 from tests.bench.profile import NativeWatch, profile_steps
@@ -113,8 +114,8 @@ def test_what_failed_is_told_with_every_reason_and_the_rest_is_kept(checkpoint, 
 @pytest.mark.parametrize(
     ("command", "arguments", "message"),
     [
-        (main, ["--threads", "0"], f"must be from 1 to {num_cpus()}, the CPUs of this process, not 0"),
-        (main, ["--threads", str(num_cpus() + 1)], "the CPUs of this process"),
+        (main, ["--threads", "0"], f"must be from 1 to {usable_cpus()}, the CPUs of this process, not 0"),
+        (main, ["--threads", str(usable_cpus() + 1)], "the CPUs of this process"),
         (profile.main, ["--threads", "0"], "the CPUs of this process"),
         (embed.main, ["model", "--threads", "0"], "the CPUs of this process"),
         *((main, ["--rate", rate], "must be from 0.001 to 1000 per second") for rate in ("0", "nan", "inf", "1e-300")),
