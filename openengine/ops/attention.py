@@ -94,5 +94,6 @@ def select_backend(
         if kernels != "auto":
             raise
         if is_native and native_library() is not None:  # its absence says so for itself
-            _log.warning("%s: attention runs in PyTorch, which is slower", str(exc).partition("; use ")[0])
+            said = str(exc).removesuffix("; use kernels='torch'")  # which is what happens
+            _log.warning("%s. Attention runs in PyTorch, which is slower", said)
         return TorchAttention()

@@ -182,7 +182,9 @@ def test_torch_is_there_by_name_and_for_what_has_no_other_kernels():
 @pytest.mark.skipif(native_library() is None, reason="the native kernels are not built")
 def test_what_auto_cannot_run_natively_is_said(caplog):
     assert select_backend(CPU, torch.float32, "auto", block_size=8).name == "torch"
-    assert re.search("block_size 8 is not a multiple of 16.*Attention runs in PyTorch", caplog.text)
+    assert re.search("block_size 8 is not a multiple of 16.*; use 16.*Attention runs in PyTorch", caplog.text)
+    assert select_backend(CPU, torch.float16, "auto").name == "torch"
+    assert "float32 and bfloat16, not float16. Attention runs in PyTorch" in caplog.text
 
 
 def test_kernels_that_cannot_run_here_are_refused_by_name():
