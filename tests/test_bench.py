@@ -102,6 +102,7 @@ def test_an_unknown_work_is_refused(capsys):
 def test_what_failed_is_told_with_every_reason_and_the_rest_is_kept(checkpoint, tmp_path, monkeypatch):
     (tmp_path / "fails").mkdir()
     monkeypatch.setattr(processes, "_ROOT", tmp_path / "fails")  # where a fresh process finds no benchmark
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     peer = f"{shlex.quote(sys.executable)} -c pass"
     arguments = ["--quick", "--repeat", "1", "--works", "single,growth,load,memory", "--vs", peer]
     assert main(["--model", str(checkpoint), "--json", str(tmp_path / "out.json"), *arguments]) == 1
