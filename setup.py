@@ -95,7 +95,7 @@ class BuildNative(build_ext):
         except CompileError as exc:
             self.warn(
                 f"openengine is built WITHOUT its native kernels ({exc}): it will run in plain PyTorch, several times "
-                "slower. For them, install GCC 9 or newer and install openengine-inference again"
+                "slower. For them, install GCC 10 or newer, or name it in CXX, and install openengine-inference again"
             )
 
     def build_library(self, ext):
@@ -126,6 +126,8 @@ class BuildNative(build_ext):
         target.parent.mkdir(parents=True, exist_ok=True)
         with whole(target) as linked:
             run(*compiler, "-shared", *undefined, *objects, "-o", str(linked))
+            if not linked.exists() or not linked.stat().st_size:
+                raise CompileError(f"{' '.join(compiler)} succeeded without writing a library")
 
     def compiles_for(self, compiler, level):
         """Whether the compiler knows the instructions of a level, asked with an empty file: a real one may fail otherwise."""
@@ -148,8 +150,6 @@ def whole(target):
     try:
         yield part
         part.replace(target)
-    except FileNotFoundError as exc:
-        raise CompileError(f"the compiler succeeded without writing {part.name}") from exc
     finally:
         part.unlink(missing_ok=True)
 
@@ -160,7 +160,11 @@ def find_compiler():
     for name in [chosen[0]] if chosen else ["g++", "c++", "clang++"]:
         if shutil.which(name):
             return chosen or [name]
-    wanted = f"CXX names {chosen[0]!r}, which is not there" if chosen else "no g++, c++ or clang++, and no CXX"
+    wanted = (
+        f"CXX names {chosen[0]!r}, which is not there or not to be run"
+        if chosen
+        else "no g++, c++ or clang++, and no CXX"
+    )
     raise CompileError(f"no C++ compiler was found: {wanted}")
 
 

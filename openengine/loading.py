@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 
 from openengine.core.config import EngineConfig
 from openengine.core.loader import Checkpoint, load_model, open_checkpoint
-from openengine.core.memory import one_openmp_thread, usable_cpus
+from openengine.core.memory import is_out_of_memory, one_openmp_thread, usable_cpus
 from openengine.core.models import Model
 from openengine.core.runner import KvPoolSize, size_kv_pool
 from openengine.core.task_profile import TaskProfile, read_task_profile
@@ -83,6 +84,7 @@ def load(config: EngineConfig, progress: bool | None) -> LoadedModel:
         torch.inference_mode(),
         one_openmp_thread(),
         progress_bar(progress, desc=f"loading {checkpoint.path.name}", unit="B") as bar,
+        _weights_fit(checkpoint.path.name),
     ):
         model = load_model(
             checkpoint,
@@ -121,11 +123,24 @@ def load(config: EngineConfig, progress: bool | None) -> LoadedModel:
     )
 
 
+@contextmanager
+def _weights_fit(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (MemoryError, OSError, RuntimeError) as exc:
+        if not is_out_of_memory(exc):
+            raise
+        raise InvalidArgument(
+            f"the weights of {name} do not fit into the memory that this process may still take; free memory or raise its "
+            "limit, or choose dtype='bfloat16' or quantization='int8'"
+        ) from exc
+
+
 def _check_threads(num_threads: int | None) -> None:
     """More threads than CPUs wait for each other, and a pool that the system refuses would end the process."""
     if num_threads is not None and num_threads > usable_cpus():
         raise InvalidArgument(
-            f"num_threads {num_threads} exceeds the {usable_cpus()} CPUs that this process may use; lower it or leave it out"
+            f"num_threads {num_threads} exceeds the number of CPUs that this process may use, {usable_cpus()}; lower it or leave it out"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from openengine import Engine, InvalidArgument
 from openengine.core.memory import usable_cpus
@@ -21,7 +22,9 @@ def test_the_line_at_the_start_names_the_arithmetic(quantization, words):
 
 
 def test_more_threads_than_cpus_are_refused(tmp_path):
-    with pytest.raises(InvalidArgument, match=f"num_threads 3000 exceeds the {usable_cpus()} CPUs.*leave it out"):
+    with pytest.raises(
+        InvalidArgument, match=f"num_threads 3000 exceeds the number of CPUs.*, {usable_cpus()};.*leave it out"
+    ):
         Engine(str(tmp_path), num_threads=3000)
 
 
@@ -31,3 +34,20 @@ def test_int8_without_native_products_says_that_it_is_slow(kernels, is_told, tmp
     with Engine(str(checkpoint), quantization="int8", kernels=kernels, progress=False) as engine:
         is_native = engine.info().attributes["matrix_kernels"] == "native"
     assert ("int8 runs without native kernels here" in caplog.text) == (is_told or not is_native)
+
+
+@pytest.mark.parametrize(
+    ("fails", "is_told"),
+    [
+        (lambda: torch.empty(1 << 55), True),
+        (lambda: bytearray(1 << 60), True),
+        (lambda: torch.ones(2) @ torch.ones(3), False),
+    ],
+)
+def test_weights_that_do_not_fit_are_an_error_of_ours_and_other_faults_stay_what_they_are(
+    fails, is_told, tmp_path, monkeypatch
+):
+    checkpoint = write_checkpoint(tmp_path, "llama")
+    monkeypatch.setattr("openengine.loading.load_model", lambda *_args, **_options: fails())
+    with pytest.raises(InvalidArgument if is_told else RuntimeError, match="do not fit.*int8" if is_told else "size"):
+        Engine(str(checkpoint), progress=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["available_bytes", "one_openmp_thread", "trim_allocator", "usable_cpus"]
+__all__ = ["available_bytes", "is_out_of_memory", "one_openmp_thread", "trim_allocator", "usable_cpus"]
 
 
 def available_bytes(device: torch.device) -> int:
@@ -88,6 +89,15 @@ def _cgroup_available() -> int | None:
         elif "memory" in controllers.split(","):
             found += _CGROUP_V1.available(group)
     return min(found, default=None)
+
+
+def is_out_of_memory(exc: BaseException) -> bool:
+    """Whether an allocation failed: of Python, of the system, or of torch, which on a CPU says it in words only."""
+    if isinstance(exc, OSError):
+        return exc.errno == errno.ENOMEM
+    return isinstance(exc, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(exc, RuntimeError) and "DefaultCPUAllocator" in str(exc)
+    )
 
 
 def usable_cpus() -> int:

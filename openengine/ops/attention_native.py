@@ -18,13 +18,12 @@ from torch import Tensor
 from openengine.errors import UnsupportedFeature
 from openengine.ops.batch import ForwardBatch
 from openengine.ops.kv_cache import KvCache, KvSpec
-from openengine.ops.native import native_absence, native_library
+from openengine.ops.native import required_library
 
 __all__ = ["NativeAttention", "TiledKvCache"]
 
 _TILE = 16  # tokens
 _MAX_HEAD_DIM = 256
-_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class _Step(ctypes.Structure):
@@ -110,14 +109,7 @@ class NativeAttention:
     block_size = 32
 
     def __init__(self, dtype: torch.dtype, *, level: str | None = None) -> None:
-        library = native_library()
-        if library is None:
-            raise UnsupportedFeature(f"{native_absence()}, or use kernels='torch'")
-        if dtype not in _DTYPES:
-            refused = str(dtype).removeprefix("torch.")
-            raise UnsupportedFeature(
-                f"the native kernels take float32 and bfloat16, not {refused}; use kernels='torch'"
-            )
+        library = required_library(dtype)
         self.name = f"native {level or library.levels[-1]}"
         self._plan = library.function("attention_plan", level=level)
         self._attend = library.function("attention", level=level)

@@ -16,14 +16,13 @@ from torch import Tensor
 
 from openengine.errors import UnsupportedFeature
 from openengine.ops.batch import EncoderBatch
-from openengine.ops.native import native_absence, native_library
+from openengine.ops.native import required_library
 
 __all__ = ["NativeEncoderAttention"]
 
 _BLOCK, _SMALL_BLOCK = 256, 64  # queries of a unit of work: multiples of a tile, the first is BLOCK of the source
 _PADDING = 64  # entries around a distance bias that a tile may read though no query and key have that distance
 _MAX_HEAD_DIM = 256
-_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class _Call(ctypes.Structure):
@@ -46,14 +45,7 @@ class NativeEncoderAttention:
     """
 
     def __init__(self, dtype: torch.dtype, *, level: str | None = None) -> None:
-        library = native_library()
-        if library is None:
-            raise UnsupportedFeature(f"{native_absence()}, or use kernels='torch'")
-        if dtype not in _DTYPES:
-            refused = str(dtype).removeprefix("torch.")
-            raise UnsupportedFeature(
-                f"the native kernels take float32 and bfloat16, not {refused}; use kernels='torch'"
-            )
+        library = required_library(dtype)
         self.name = f"native {level or library.levels[-1]}"
         self._plan = library.function("encoder_attention_plan", c_void_p, level=level)
         self._attend = library.function("encoder_attention", c_void_p, level=level)

@@ -19,7 +19,15 @@ import torch  # before the library is opened: it brings the OpenMP runtime
 
 from openengine.errors import UnsupportedFeature
 
-__all__ = ["FLOAT_KINDS", "INT8_KIND", "LEVELS", "NativeLibrary", "native_absence", "native_library"]
+__all__ = [
+    "FLOAT_KINDS",
+    "INT8_KIND",
+    "LEVELS",
+    "NativeLibrary",
+    "native_absence",
+    "native_library",
+    "required_library",
+]
 
 _log = logging.getLogger("openengine")
 
@@ -27,7 +35,7 @@ _log = logging.getLogger("openengine")
 INTERFACE = 10
 LEVELS = ("generic", "avx2", "avx512", "avx512_bf16")  # each includes those before it, as cpu.cpp tests them
 FLOAT_KINDS, INT8_KIND = {torch.float32: 0, torch.bfloat16: 1}, 2  # as `Kind` of csrc/common.h numbers them
-_REBUILD = "install GCC 9 or newer and install openengine-inference again"
+_REBUILD = "install GCC 10 or newer and install openengine-inference again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +75,17 @@ def native_library() -> NativeLibrary | None:
     return found if isinstance(found, NativeLibrary) else None
 
 
+def required_library(dtype: torch.dtype) -> NativeLibrary:
+    """The library, for kernels of `dtype`. Raises UnsupportedFeature where it is absent or has none for that."""
+    library = native_library()
+    if library is None:
+        raise UnsupportedFeature(f"{native_absence()}, or use kernels='torch'")
+    if dtype not in FLOAT_KINDS:
+        refused = str(dtype).removeprefix("torch.")
+        raise UnsupportedFeature(f"the native kernels take float32 and bfloat16, not {refused}; use kernels='torch'")
+    return library
+
+
 def native_absence() -> str | None:
     """Why there is no library and what to do about it; None where there is one."""
     found = _open()
@@ -77,7 +96,7 @@ def native_absence() -> str | None:
 def _open() -> NativeLibrary | str:
     found = _find()
     if isinstance(found, str):
-        _log.warning("%s. Until then the engine runs in plain PyTorch, several times slower", found)
+        _log.warning("%s. Until then kernels='auto' is plain PyTorch, several times slower", found)
     return found
 
 
@@ -98,5 +117,5 @@ def _find() -> NativeLibrary | str:
         return f"the native kernels have none for this CPU; {_REBUILD}"
     if levels != runnable:
         missing = ", ".join(sorted(set(runnable) - set(levels)))
-        _log.warning("the native kernels were built without %s, which this CPU runs; with those, %s", missing, _REBUILD)
+        _log.warning("the native kernels were built without %s, which this CPU runs; for those, %s", missing, _REBUILD)
     return NativeLibrary(handle, levels)
