@@ -316,6 +316,7 @@ def test_a_reader_of_large_events_who_does_not_read_ends_his_request_and_no_othe
         grpc.insecure_channel(server.target, options=window) as channel,
     ):
         slow = openengine_pb2_grpc.OpenEngineStub(channel).Generate(request([5], max_tokens=2000, **everything))
+        slow.initial_metadata()  # comes once it is accepted: before, the server is idle too
         wait_until(lambda: is_idle(server), 60)
         assert slow.is_active(), "what was sent is still there to be read"
         infos = run(server.stub, request([5], max_tokens=3, **everything)).infos
