@@ -124,7 +124,10 @@ def test_who_takes_long_rests_beside_steps():
                 work.take_turns()
         return work.waited_s
 
-    waited = {(spent_s, steps): waited_s(spent_s, steps=steps) for spent_s in (0.0, 1.0) for steps in (False, True)}
+    def least_s(spent_s, *, steps):
+        return min(waited_s(spent_s, steps=steps) for _ in range(5))  # a busy machine only adds to it
+
+    waited = {(spent_s, steps): least_s(spent_s, steps=steps) for spent_s in (0.0, 1.0) for steps in (False, True)}
     assert waited[1.0, True] >= 50 * 0.0003  # rests begin before the pause that lets others through
     assert max(waited[0.0, False], waited[0.0, True], waited[1.0, False]) < waited[1.0, True] / 2
 
