@@ -89,9 +89,9 @@ class NativeWeights:
         weights = _memory.zeros(num_panels * num_groups * _PANEL * _GROUP_BYTES)
         num_padded = num_panels * _PANEL
         biases = torch.zeros(num_padded)
-        scales = torch.zeros(num_padded if int8 else 0)
-        num_runs = -(-in_features // INT8_RUN)
-        sums = torch.zeros(num_padded * num_runs if int8 else 0, dtype=torch.int16)
+        num_runs = num_padded * -(-in_features // INT8_RUN) if int8 else 0
+        scales = torch.zeros(num_runs)
+        sums = torch.zeros(num_runs, dtype=torch.int16)
         self.bias = biases[:out_features] if bias else None
         self._arrays = (weights, scales, sums, biases)
         pointers = [tensor.data_ptr() for tensor in self._arrays]
@@ -188,6 +188,6 @@ def _bind(library: NativeLibrary, level: str | None) -> tuple[Callable[..., None
     return (
         library.function("linear", *product, level=level, allocates=True),
         library.function("linear_pack", _pointer, _pointer, _i64, _i64, _i64, level=level),
-        library.function("linear_quantize", *quantize, level=level, allocates=True),
+        library.function("linear_quantize", *quantize, level=level),
         library.function("linear_rows", _pointer, _pointer, _i64, _pointer, _i64, _i32, level=level),
     )

@@ -32,7 +32,7 @@ __all__ = [
 _log = logging.getLogger("openengine")
 
 # Raise together with OE_INTERFACE in csrc/common.h whenever the functions or their arguments change.
-INTERFACE = 10
+INTERFACE = 11
 LEVELS = ("generic", "avx2", "avx512", "avx512_bf16")  # each includes those before it, as cpu.cpp tests them
 FLOAT_KINDS, INT8_KIND = {torch.float32: 0, torch.bfloat16: 1}, 2  # as `Kind` of csrc/common.h numbers them
 _REBUILD = "install GCC 10 or newer and install openengine-inference again"

@@ -270,12 +270,12 @@ def test_int8_of_a_constant_row_is_exact(value):
 def test_int8_in_pytorch_computes_what_it_says(dtype):
     x, weight, bias = example(7, 300, 20, dtype)
     weights = filled(Int8Weights(20, 300, dtype=dtype, bias=True), weight, bias)
-    rounded = []
-    for run in x.split(INT8_RUN, dim=1):
+    exact = bias.double()
+    for run, part in zip(x.split(INT8_RUN, dim=1), weight.split(INT8_RUN, dim=1)):
         q, scale, zero = quantize_run(run)
-        rounded.append((q.double() - zero[:, None]) * scale[:, None])
-    q, scale = quantize_weight(weight)
-    exact = F.linear(torch.cat(rounded, dim=1), q.double() * scale[:, None].double(), bias.double())
+        q_weight, scale_weight = quantize_weight(part)
+        rounded = (q.double() - zero[:, None]) * scale[:, None]
+        exact = exact + F.linear(rounded, q_weight.double() * scale_weight[:, None].double())
     torch.testing.assert_close(weights.multiply(x, torch.float32).double(), exact, rtol=1e-5, atol=1e-4)
 
 
@@ -307,6 +307,35 @@ def test_native_int8_is_its_twin(level, dtype):
         expected = twin.multiply(x, torch.float32)
         bound = 1e-5 * expected.abs().amax(dim=1, keepdim=True)
         assert ((weights.multiply(x, torch.float32) - expected).abs() <= bound).all(), (rows, inputs, outputs)
+
+
+def steep(rows: int, inputs: int) -> torch.Tensor:
+    """Rows whose neighbours add up to as much as they can: constant, alternating, of few values, and of one odd item."""
+    x = torch.randint(-1, 2, (rows, inputs)).float() * (1 - 1e-7)
+    x[0], x[1] = 1, -1
+    x[2, ::2], x[2, 1::2] = 1, -1
+    x[3, :2], x[3, 2:] = 127, 64.5
+    x[4], x[4, -1] = 0.5, 1
+    return x
+
+
+def test_two_neighbouring_int8_weights_add_up_to_at_most_128():
+    for weight in (steep(40, 192), torch.randn(4000, 192), torch.rand(4000, 192), steep(40, 7)):
+        q, _scale = quantize_weight(weight)
+        assert F.pad(q, (0, q.shape[1] % 2)).int().unflatten(1, (-1, 2)).sum(dim=2).abs().max() <= 128
+        assert q.abs().max() <= 127
+
+
+@native
+@each_level
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_the_greatest_int8_sums_do_not_overflow(level, rows):
+    x, weight = steep(40, 400)[:rows] + 0.01, steep(40, 400)
+    twin = filled(Int8Weights(40, 400, dtype=torch.float32), weight, None)
+    weights = packed(weight, None, level=level, int8=True)
+    assert torch.equal(weights.dense(), twin.dense())
+    expected = twin.multiply(x, torch.float32)
+    torch.testing.assert_close(weights.multiply(x, torch.float32), expected, rtol=1e-5, atol=1e-3)
 
 
 @native

@@ -28,7 +28,7 @@ static inline int omp_get_num_procs() { return 1; }
 #endif
 
 // Raise together with INTERFACE in native.py whenever the exported functions or their arguments change.
-#define OE_INTERFACE 10
+#define OE_INTERFACE 11
 
 #ifdef OE_LEVEL
 #define OE_JOIN_(name, level) oe_##name##_##level

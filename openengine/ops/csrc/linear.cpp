@@ -15,7 +15,7 @@ constexpr int PARTS = HALF / LANES;   // of a panel, each as wide as a tile
 #if defined(__AVX512BF16__)
 constexpr int F32_ROWS = 14, BF16_ROWS = 14, INT8_ROWS = 10;
 #elif OE_LANES == 16
-constexpr int F32_ROWS = 10, BF16_ROWS = 10, INT8_ROWS = 6;
+constexpr int F32_ROWS = 10, BF16_ROWS = 10, INT8_ROWS = 8;
 #else
 constexpr int F32_ROWS = 6, BF16_ROWS = 4, INT8_ROWS = 4;
 #endif
@@ -41,6 +41,17 @@ OE_INLINE vi multiply_pairs(vi a, vi b) {
     return (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
 #endif
 }
+
+#if OE_LANES > 4
+// Products of unsigned and signed bytes, those of each pair added to 16 bits, which they must fit.
+OE_INLINE vi multiply_bytes(vi a, vi b) {
+#if OE_LANES == 16
+    return bits_as<vi>(_mm512_maddubs_epi16(bits_as<__m512i>(a), bits_as<__m512i>(b)));
+#else
+    return bits_as<vi>(_mm256_maddubs_epi16(bits_as<__m256i>(a), bits_as<__m256i>(b)));
+#endif
+}
+#endif
 
 // ---- what a group of each kind adds to its accumulator, and the accumulator of RUN groups to the total ----
 
@@ -87,6 +98,8 @@ struct Int8 : Packed {  // x unsigned, w signed
     OE_INLINE vi dot(vi acc, const vi (&x)[WORDS], vi w) {
 #if defined(__AVX512VNNI__)
         return bits_as<vi>(_mm512_dpbusd_epi32(bits_as<__m512i>(acc), bits_as<__m512i>(x[0]), bits_as<__m512i>(w)));
+#elif OE_LANES > 4
+        return add(acc, multiply_bytes(x[0], w), vi{} + 0x00010001);
 #else
         return add(add(acc, x[0], word(w, 0)), x[1], word(w, 1));
 #endif
@@ -131,15 +144,12 @@ void finish(const Product& p, const vf* totals, int64_t row, int64_t rows, int64
     const int64_t first = layer.is_gated ? slot / PANEL * HALF + slot % PANEL : slot;  // output of the first vector
     const int64_t apart = layer.is_gated ? gates : HALF;                               // and from it to the second
     const int64_t left[VECS] = {(layer.is_gated ? gates : layer.outputs) - first, layer.outputs - first - apart};
-    vf scale[VECS], bias[VECS];
-    for (int j = 0; j < VECS; j++) {
-        scale[j] = layer.kind == INT8 ? load(layer.scales + first + j * apart) : splat(1.0f);
-        bias[j] = load(layer.bias + first + j * apart);
-    }
+    vf bias[VECS];
+    for (int j = 0; j < VECS; j++) bias[j] = load(layer.bias + first + j * apart);
     for (int64_t end = row + rows; row < end; row++) {
         T* y = reinterpret_cast<T*>(p.y + row * p.y_bytes) + first;
         vf value[VECS];
-        for (int j = 0; j < VECS; j++) value[j] = *totals++ * scale[j] + bias[j];
+        for (int j = 0; j < VECS; j++) value[j] = *totals++ + bias[j];
         if (ACTIVATION != NO_ACTIVATION && layer.is_gated) {
             if (left[0] > 0) store_some(y, activated<T>(ACTIVATION, value[0]) * value[1], left[0]);
             continue;
@@ -170,17 +180,18 @@ template <int ROWS>
 OE_INLINE void join(
     const Product& p, vf (&total)[ROWS][VECS], const vi (&acc)[ROWS][VECS], int64_t run, int64_t row, int64_t slot) {
     typedef int16_t vs __attribute__((vector_size(2 * OE_LANES)));
-    const int16_t* sums = p.layer->sums + (slot / PANEL * p.runs + run) * PANEL + slot % PANEL;
-    vf sum[VECS];
-    for (int j = 0; j < VECS; j++)
-        sum[j] = __builtin_convertvector(__builtin_convertvector(load_as<vs>(sums + j * HALF), vi), vf);
+    const int64_t at = (slot / PANEL * p.runs + run) * PANEL + slot % PANEL;
+    vf sum[VECS], factor[VECS];
+    for (int j = 0; j < VECS; j++) {
+        const vs sums = load_as<vs>(p.layer->sums + at + j * HALF);
+        sum[j] = __builtin_convertvector(__builtin_convertvector(sums, vi), vf);
+        factor[j] = load(p.layer->scales + at + j * HALF);
+    }
     for (int i = 0; i < ROWS; i++) {
         const vf scale = splat(p.x_scales[(row + i) * p.runs + run]);
         const vf shift = splat(p.x_shifts[(row + i) * p.runs + run]);
-        for (int j = 0; j < VECS; j++) {
-            total[i][j] += sum[j] * shift;
-            total[i][j] += __builtin_convertvector(acc[i][j], vf) * scale;
-        }
+        for (int j = 0; j < VECS; j++)
+            total[i][j] += (__builtin_convertvector(acc[i][j], vf) * scale + sum[j] * shift) * factor[j];
     }
 }
 

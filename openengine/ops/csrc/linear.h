@@ -6,8 +6,9 @@
 // of rows and every level. The outputs of a gated layer are [gate | up]: half a panel of gates lies beside the
 // half panel they are multiplied with.
 //
-// Int8 weights are symmetric, with a scale per output; activations are asymmetric, with a scale and a zero for every
-// run of 192 inputs of a row, for which the sum of the run's quantized weights is kept per output.
+// Int8 weights and activations have a scale for every run of 192 inputs of an output or of a row. Weights are symmetric,
+// and any two neighbours add up to at most 128, so that their products with two activations fit 16 bits; activations are
+// asymmetric, with a zero, for which the sum of each run's quantized weights is kept.
 
 #ifndef OE_LINEAR_H
 #define OE_LINEAR_H
@@ -19,12 +20,12 @@
 
 namespace {
 
-// Mirrored by `_Layer` in linear_native.py. Arrays have as many items as whole panels have outputs.
+// Mirrored by `_Layer` in linear_native.py. Arrays have as many items as whole panels have outputs, or those times runs.
 struct Layer {
     char* weights;
-    float* scales;  // int8 only
-    int16_t* sums;  // int8 only: panel / run / output
-    const float* bias;
+    float* scales;      // int8 only: panel / run / output
+    int16_t* sums;      // int8 only: likewise
+    const float* bias;  // output
     int64_t outputs, inputs;
     int32_t kind, is_gated;
 };
@@ -46,6 +47,12 @@ OE_INLINE int64_t slot_of(const Layer& layer, int64_t output) {
     if (!layer.is_gated) return output;
     const int64_t gates = layer.outputs / 2, gate = output % gates;
     return gate / HALF * PANEL + output / gates * HALF + gate % HALF;
+}
+
+// Where the scale and the sum of an output's first run are; those of the next run are a panel further.
+OE_INLINE int64_t first_run_of(const Layer& layer, int64_t output) {
+    const int64_t slot = slot_of(layer, output);
+    return slot / PANEL * runs_of(layer) * PANEL + slot % PANEL;
 }
 
 OE_INLINE char* place(const Layer& layer, int64_t output) {
@@ -75,14 +82,14 @@ namespace {
 // Rows so few that every thread prepares them for itself, which takes less time than to wait for each other.
 OE_INLINE bool is_private(const LinearCall& call) { return call.rows * call.layer->inputs < 4096; }
 
-// Words of 32 bits that a product reads of x for a group: the group as it is where one instruction multiplies it, else
+// Words of 32 bits that a product reads of x for a group: the group as it is where instructions multiply it, else
 // two, so that nothing of x is left to widen while products are summed.
 #if defined(__AVX512BF16__)
 constexpr int BF16_WORDS = 1;
 #else
 constexpr int BF16_WORDS = 2;  // a float each
 #endif
-#if defined(__AVX512VNNI__)
+#if OE_LANES > 4
 constexpr int INT8_WORDS = 1;
 #else
 constexpr int INT8_WORDS = 2;  // two 16-bit integers each

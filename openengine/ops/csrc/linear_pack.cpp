@@ -4,15 +4,22 @@
 
 namespace {
 
-// One row to `q * scale`, with q from -127 to 127. `q` has room for a whole number of vectors.
+OE_INLINE vf swapped(vf v) {  // with its neighbour
+    typedef uint64_t pairs __attribute__((vector_size(sizeof(vf))));
+    const pairs both = bits_as<pairs>(v);
+    return bits_as<vf>(both << 32 | both >> 32);
+}
+
+// One run of a row to `q * scale`, with q from -127 to 127 and the sum of no two neighbours beyond 128: the range is that
+// of all items and of all sums of two. `q` has room for a whole number of vectors, and zeros follow the items.
 template <class T>
-void quantize_weights(const T* x, int64_t n, int8_t* q, float* scale) {
+void quantize_run(const T* x, int64_t n, int8_t* q, float* scale) {
     vf low = {}, high = {};
     NanCheck check;
     for (int64_t i = 0; i < n; i += LANES) {
-        const vf v = load_some(x + i, n - i);
-        low = smaller(v, low);
-        high = larger(v, high);
+        const vf v = load_some(x + i, n - i), both = v + swapped(v);
+        low = smaller(smaller(both, v), low);
+        high = larger(larger(both, v), high);
         NanCheck::add(check, v, v);
     }
     const float range = NanCheck::any(check) ? __builtin_nanf("") : max_of(larger(high, -low));
@@ -25,26 +32,29 @@ void quantize_weights(const T* x, int64_t n, int8_t* q, float* scale) {
     }
 }
 
-void write_quantized(const Layer& layer, const int8_t* q, int64_t output) {
+template <class T>
+void write_quantized(const Layer& layer, const T* x, int64_t output) {
+    int8_t q[INT8_RUN];
     char* to = place(layer, output);
-    for (int64_t group = 0; group < groups_of(layer); group++) memcpy(to + group * ROW, q + group * GROUP, GROUP);
-    const int64_t slot = slot_of(layer, output);
-    int16_t* sums = layer.sums + slot / PANEL * runs_of(layer) * PANEL + slot % PANEL;
-    for (int64_t run = 0; run < runs_of(layer); run++) {
-        const int64_t start = run * INT8_RUN, end = start + INT8_RUN < layer.inputs ? start + INT8_RUN : layer.inputs;
+    const int64_t first = first_run_of(layer, output);
+    for (int64_t run = 0; run < runs_of(layer); run++, x += INT8_RUN) {
+        const int64_t left = layer.inputs - run * INT8_RUN, n = left < INT8_RUN ? left : INT8_RUN;
+        quantize_run(x, n, q, layer.scales + first + run * PANEL);
         int32_t sum = 0;
-        for (int64_t i = start; i < end; i++) sum += q[i];
-        sums[run * PANEL] = int16_t(sum);
+        for (int64_t i = 0; i < n; i++) sum += q[i];
+        layer.sums[first + run * PANEL] = int16_t(sum);
+        for (int64_t i = 0; i < n; i += GROUP, to += ROW) memcpy(to, q + i, GROUP);
     }
 }
 
 template <class T>
 void read_row(const Layer& layer, int64_t output, T* to) {
     const char* from = place(layer, output);
+    const float* scales = layer.scales + first_run_of(layer, output);
     const int64_t bytes = item_bytes(layer.kind);
     for (int64_t i = 0; i < layer.inputs; i++) {
         const char* at = from + i * bytes / GROUP * ROW + i * bytes % GROUP;
-        if (layer.kind == INT8) put(to + i, float(load_as<int8_t>(at)) * layer.scales[output]);
+        if (layer.kind == INT8) put(to + i, float(load_as<int8_t>(at)) * scales[i / INT8_RUN * PANEL]);
         else if (layer.kind == BFLOAT16) put(to + i, widen(load_as<bf16>(at)));
         else put(to + i, load_as<float>(at));
     }
@@ -66,25 +76,14 @@ OE_EXPORT(linear_pack)(const Layer* layer, const char* from, int64_t from_bytes,
 }
 
 // Quantize rows [first, first + count) of a float32 or bfloat16 weight into their places.
-OE_CHECKED(linear_quantize)(
+OE_EXPORT(linear_quantize)(
     const Layer* layer, const char* from, int64_t from_bytes, int32_t kind, int64_t first, int64_t count) {
-    const int64_t size = padded(layer->inputs, 64);
-    int8_t* rows = static_cast<int8_t*>(calloc(omp_get_max_threads(), size));
-    if (!rows) return false;
-#pragma omp parallel
-    {
-        int8_t* q = rows + omp_get_thread_num() * size;
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < count; row++) {
-            const char* source = from + row * from_bytes;
-            float* scale = layer->scales + first + row;
-            if (kind == BFLOAT16) quantize_weights(reinterpret_cast<const bf16*>(source), layer->inputs, q, scale);
-            else quantize_weights(reinterpret_cast<const float*>(source), layer->inputs, q, scale);
-            write_quantized(*layer, q, first + row);
-        }
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < count; row++) {
+        const char* source = from + row * from_bytes;
+        if (kind == BFLOAT16) write_quantized(*layer, reinterpret_cast<const bf16*>(source), first + row);
+        else write_quantized(*layer, reinterpret_cast<const float*>(source), first + row);
     }
-    free(rows);
-    return true;
 }
 
 // Rows `ids` of the weight, as either float kind: a table that is also a layer is read through this.
